@@ -1,0 +1,280 @@
+"""Every message that crosses the bus. Nothing here acts.
+
+Rules for changing this file:
+1. A message is a frozen Struct, tagged with its class name; readers ignore fields that they do not know.
+2. A new field has a default, so old and new versions run side by side. A field is never renamed or re-typed.
+3. Times on the wire are wall-clock seconds since the epoch (`_at`); durations carry their unit (`_s`, `_ms`).
+4. Reports are arrays, not maps (`array_like`): they are the only messages of the hot loop. Append fields, never insert.
+5. `tests/wire/` keeps an encoded sample of every released message and decodes it for ever.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+# Ids become subject tokens, so they hold no dot, space or wildcard.
+Id: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,80}$")]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Probability: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0.0)]
+
+CacheMode: TypeAlias = Literal["none", "prefix", "dual"]
+State: TypeAlias = Literal["running", "released", "finished", "cancelled", "failed"]
+Reason: TypeAlias = Literal[
+    "",
+    # cancelled
+    "client_gone",  # the client hung up
+    "client_deleted",  # DELETE /v1/results/{id}
+    "stop_string",  # the gateway has seen a stop string: the answer is complete
+    "gateway_lost",  # its gateway has been silent for too long
+    "sibling_failed",  # another choice of the same call failed, so the call did
+    # cancelled or failed
+    "expired",  # its time limit has passed
+    # failed
+    "worker_lost",  # lost with its instance as often as a request may be
+    "too_long",  # no instance could ever hold its canvas
+    "unknown_model",  # no profile of that name is served
+    "engine_error",  # the engine raised an error over it
+]
+
+
+class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Base of all messages: frozen, tagged with the class name, fields by name."""
+
+
+# --- durable: REQUESTS and PROGRESS -----------------------------------------------------------------------------------
+
+
+class GenerateRequest(Message, frozen=True, kw_only=True):
+    """One canvas to denoise. A chat call with n=2 is two of these. Stream REQUESTS, subject `req.<request_id>`."""
+
+    request_id: Id
+    gateway_id: Id
+    model: str
+    prompt_ids: list[TokenId]
+    max_tokens: Positive  # exact number of output tokens; the canvas rounds it up to whole blocks
+    block_size: Positive
+    cache: CacheMode
+    created_at: float
+    expires_at: float
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    threshold: Probability | None = None  # the client's pin
+    priority: int = 0  # higher is more urgent
+    deadline_at: float | None = None
+    detached: bool = False  # runs on without its client and its gateway (Idempotency-Key)
+    fingerprint: str = ""  # of the call's body, so that one idempotency key cannot stand for two calls
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the canvas's output area."""
+        return -(-self.max_tokens // self.block_size)
+
+    @property
+    def canvas_tokens(self) -> int:
+        """Length of prompt and output area, in tokens: what a recompute step passes and what the KV pool holds."""
+        return len(self.prompt_ids) + self.num_blocks * self.block_size
+
+
+class BlockCost(Message, frozen=True, kw_only=True):
+    """What one finished block took."""
+
+    instance_id: Id
+    tp_degree: Positive
+    recompute_steps: Count
+    cache_steps: Count
+    mean_threshold: Probability
+    seconds: Seconds  # from the block's first pass to its last, on that instance
+
+
+class ProgressRecord(Message, frozen=True, kw_only=True):
+    """Where a request stands. Stream PROGRESS, subject `prog.<gateway_id>.<request_id>`; the last one counts.
+
+    The first final state stands. Each write names the stream sequence that it continues from, so two writers can
+    never both believe that they own a request.
+    """
+
+    request_id: Id
+    gateway_id: Id
+    attempt: Positive  # placements, counted anew after each loss
+    state: State
+    holder: str = ""  # the instance that wrote it, or holds it; "" when scheduler or gateway wrote it
+    epoch: Count = 0  # the scheduler's term under which it was placed
+    reason: Reason = ""
+    blocks_done: Count = 0
+    token_ids: list[TokenId] = []  # all committed tokens of whole blocks; cut before EOS and at max_tokens at the end
+    confidences: list[Probability] = []  # of token_ids, at their commit
+    blocks: list[BlockCost] = []
+    finish: Literal["", "eos", "length"] = ""
+    moves: Count = 0  # placements on another instance without a loss
+    prompt_tokens: Count = 0
+    created_at: float = 0.0
+    deadline_at: float | None = None
+    started_at: float | None = None  # first accepted assignment
+    written_at: float = 0.0
+    fingerprint: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """No later record may follow this one."""
+        return self.state in ("finished", "cancelled", "failed")
+
+
+# --- ephemeral: the scheduler and its workers --------------------------------------------------------------------------
+
+
+class Assign(Message, frozen=True, kw_only=True):
+    """Run this request. Request-reply on `inst.<instance_id>.assign`; idempotent by (request_id, attempt)."""
+
+    epoch: Positive
+    attempt: Positive
+    request: GenerateRequest
+    threshold: Probability
+    resume: ProgressRecord | None = None  # continue after its blocks; None: from the start
+    from_seq: Count = 0  # PROGRESS sequence that the first write continues from
+
+
+class Release(Message, frozen=True, kw_only=True):
+    """Give the request back at the end of its block. Request-reply on `inst.<instance_id>.release`."""
+
+    epoch: Positive
+    attempt: Positive
+    request_id: Id
+
+
+class Accepted(Message, frozen=True, kw_only=True):
+    """The worker holds it, or will release it; also where it already did."""
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The worker will not, and why: `stale_epoch`, `kv_full`, `too_long`, `draining`, `not_held`, `bad_request`."""
+
+    reason: Literal["stale_epoch", "kv_full", "too_long", "draining", "not_held", "bad_request"]
+    detail: str = ""
+    epoch: Count = 0  # the highest epoch the worker has seen
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """A hint that the request's final record is written: drop it now. `cancel.<request_id>`."""
+
+    request_id: Id
+
+
+class DrainNotice(Message, frozen=True, kw_only=True):
+    """A worker asks the scheduler to take its requests over. Request-reply on `sched.drain`; reply: Accepted."""
+
+    instance_id: Id
+
+
+class ThresholdEntry(Message, frozen=True, kw_only=True):
+    request_id: Id
+    attempt: Positive
+    threshold: Probability
+
+
+class Thresholds(Message, frozen=True, kw_only=True):
+    """The thresholds of all requests of one instance. `inst.<instance_id>.thresholds`."""
+
+    entries: list[ThresholdEntry]
+
+
+# --- ephemeral: reports and status -------------------------------------------------------------------------------------
+
+
+class RequestReport(msgspec.Struct, frozen=True, array_like=True):
+    """How far one request is, inside a Report."""
+
+    request_id: Id
+    attempt: Positive
+    block_index: Count
+    num_blocks: Positive
+    steps: Count  # run so far, on all instances
+    steps_in_block: Count
+    tokens_committed: Count
+    tokens_committed_in_block: Count
+    threshold: Probability
+    confidence: tuple[Probability, Probability, Probability, Probability, Probability]  # min, quartiles, max of commits
+    next_recompute: bool  # its next step is a recompute step
+    finished: bool
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="Report"):
+    """What one instance has done since its last report. `report.<instance_id>`."""
+
+    instance_id: Id
+    sent_at: float
+    entries: list[RequestReport]
+    latency_ratio: float = 1.0  # measured over profiled step latency, running median
+
+
+class Held(Message, frozen=True, kw_only=True):
+    """A request that an instance holds."""
+
+    request_id: Id
+    attempt: Positive
+    canvas_tokens: Positive
+    block_size: Positive
+    cache: CacheMode
+    blocks_done: Count
+
+
+class InstanceStatus(Message, frozen=True, kw_only=True):
+    """What an instance is and holds; every second and when asked. `status.instance.<instance_id>`."""
+
+    instance_id: Id
+    node_id: Id
+    model: str
+    tp_degree: Positive
+    sent_at: float
+    epoch: Count  # the highest that it has seen
+    draining: bool
+    max_requests: Positive
+    kv_tokens: Positive  # size of its KV pool
+    held: list[Held]
+    latency_ratio: float = 1.0
+
+
+class InstanceLost(Message, frozen=True, kw_only=True):
+    """An agent saw the process of an instance exit. `status.lost.<instance_id>`."""
+
+    instance_id: Id
+    detail: str = ""
+
+
+class InstanceState(Message, frozen=True, kw_only=True):
+    instance_id: Id
+    state: Literal["starting", "running", "backing_off", "stopping"]
+    restarts: Count = 0
+    detail: str = ""
+
+
+class NodeStatus(Message, frozen=True, kw_only=True):
+    """What an agent runs on its node; every second and when asked. `status.node.<node_id>`."""
+
+    node_id: Id
+    sent_at: float
+    instances: list[InstanceState]
+
+
+class GatewayStatus(Message, frozen=True, kw_only=True):
+    """A gateway is alive; every second and when asked. `status.gateway.<gateway_id>`."""
+
+    gateway_id: Id
+    sent_at: float
+
+
+class StatusAsk(Message, frozen=True, kw_only=True):
+    """Everybody, say how you are. `status.ask`."""
+
+
+# --- CLUSTER bucket ------------------------------------------------------------------------------------------------------
+
+
+class SchedulerLease(Message, frozen=True, kw_only=True):
+    """Who acts as the scheduler. Key `scheduler`; the revision that created it is the epoch."""
+
+    holder: str

@@ -1,0 +1,114 @@
+"""Names on the bus: subjects, streams, buckets, and who says and hears what.
+
+`CHANNELS` is the one table of it: the README's service table and the test that throws garbage at every subject are
+checked against it.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, TypeAlias
+
+from contracts import messages as m
+
+REQUESTS = "REQUESTS"  # stream of open requests, one message a request
+PROGRESS = "PROGRESS"  # stream of the records of requests, one message a request
+CLUSTER = "CLUSTER"  # KV bucket: scheduler lease, later the plan
+
+STATUS_ASK = "status.ask"
+DRAIN = "sched.drain"
+LEASE_KEY = "scheduler"
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,80}")
+
+
+def _token(value: str) -> str:
+    if not _TOKEN.fullmatch(value):
+        raise ValueError(f"{value!r} cannot be part of a subject: use 1 to 80 of A-Z a-z 0-9 _ -")
+    return value
+
+
+def request(request_id: str) -> str:
+    return f"req.{_token(request_id)}"
+
+
+def progress(gateway_id: str, request_id: str) -> str:
+    return f"prog.{_token(gateway_id)}.{_token(request_id)}"
+
+
+def progress_of_gateway(gateway_id: str) -> str:
+    return f"prog.{_token(gateway_id)}.*"
+
+
+def progress_of_request(request_id: str) -> str:
+    """Whichever gateway took the request."""
+    return f"prog.*.{_token(request_id)}"
+
+
+def assign(instance_id: str) -> str:
+    return f"inst.{_token(instance_id)}.assign"
+
+
+def release(instance_id: str) -> str:
+    return f"inst.{_token(instance_id)}.release"
+
+
+def thresholds(instance_id: str) -> str:
+    return f"inst.{_token(instance_id)}.thresholds"
+
+
+def cancel(request_id: str) -> str:
+    return f"cancel.{_token(request_id)}"
+
+
+def report(instance_id: str) -> str:
+    return f"report.{_token(instance_id)}"
+
+
+def instance_status(instance_id: str) -> str:
+    return f"status.instance.{_token(instance_id)}"
+
+
+def instance_lost(instance_id: str) -> str:
+    return f"status.lost.{_token(instance_id)}"
+
+
+def node_status(node_id: str) -> str:
+    return f"status.node.{_token(node_id)}"
+
+
+def gateway_status(gateway_id: str) -> str:
+    return f"status.gateway.{_token(gateway_id)}"
+
+
+Service: TypeAlias = Literal["gateway", "scheduler", "worker", "agent"]
+
+
+class Channel(NamedTuple):
+    """One subject pattern: what it carries, where it lives, who says it and who hears it."""
+
+    pattern: str
+    message: type
+    kind: Literal["stream", "publish", "request"]
+    said_by: tuple[Service, ...]
+    heard_by: tuple[Service, ...]
+
+
+CHANNELS: tuple[Channel, ...] = (
+    Channel("req.*", m.GenerateRequest, "stream", ("gateway",), ("scheduler",)),
+    Channel("prog.*.*", m.ProgressRecord, "stream", ("gateway", "scheduler", "worker"), ("gateway", "scheduler")),
+    Channel("inst.*.assign", m.Assign, "request", ("scheduler",), ("worker",)),
+    Channel("inst.*.release", m.Release, "request", ("scheduler",), ("worker",)),
+    Channel("inst.*.thresholds", m.Thresholds, "publish", (), ("worker",)),
+    Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
+    Channel("sched.drain", m.DrainNotice, "request", ("worker",), ("scheduler",)),
+    Channel("report.*", m.Report, "publish", ("worker",), ("scheduler",)),
+    Channel("status.instance.*", m.InstanceStatus, "publish", ("worker",), ("scheduler", "gateway")),
+    Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler",)),
+    Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ()),
+    Channel("status.gateway.*", m.GatewayStatus, "publish", ("gateway",), ("scheduler",)),
+    Channel("status.ask", m.StatusAsk, "publish", ("scheduler", "gateway"), ("worker", "agent", "gateway")),
+)
+
+
+def channels_heard_by(service: Service) -> Iterable[Channel]:
+    return (channel for channel in CHANNELS if service in channel.heard_by)
