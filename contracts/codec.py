@@ -5,7 +5,7 @@
 """
 
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ class MalformedMessage(ValueError):
 
 
 @cache
-def _decoder(wanted: type[T]) -> msgspec.msgpack.Decoder[T]:
+def _decoder(wanted: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(wanted)
 
 
@@ -34,6 +34,7 @@ def decode(data: bytes, wanted: type[T]) -> T:
     Raises MalformedMessage when the bytes are not msgpack, are another message, or break a range.
     """
     try:
-        return _decoder(wanted).decode(data)
+        message: T = _decoder(wanted).decode(data)  # type: ignore[arg-type]  # mypy does not see that types hash
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(str(error)) from None
+    return message

@@ -45,7 +45,7 @@ class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Base of all messages: frozen, tagged with the class name, fields by name."""
 
 
-# --- durable: REQUESTS and PROGRESS -----------------------------------------------------------------------------------
+# --- durable: REQUESTS and PROGRESS -------------------------------------------------------------------------------
 
 
 class GenerateRequest(Message, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class ProgressRecord(Message, frozen=True, kw_only=True):
         return self.state in ("finished", "cancelled", "failed")
 
 
-# --- ephemeral: the scheduler and its workers --------------------------------------------------------------------------
+# --- ephemeral: the scheduler and its workers ---------------------------------------------------------------------
 
 
 class Assign(Message, frozen=True, kw_only=True):
@@ -182,7 +182,7 @@ class Thresholds(Message, frozen=True, kw_only=True):
     entries: list[ThresholdEntry]
 
 
-# --- ephemeral: reports and status -------------------------------------------------------------------------------------
+# --- ephemeral: reports and status --------------------------------------------------------------------------------
 
 
 class RequestReport(msgspec.Struct, frozen=True, array_like=True):
@@ -271,7 +271,7 @@ class StatusAsk(Message, frozen=True, kw_only=True):
     """Everybody, say how you are. `status.ask`."""
 
 
-# --- CLUSTER bucket ------------------------------------------------------------------------------------------------------
+# --- CLUSTER bucket -----------------------------------------------------------------------------------------------
 
 
 class SchedulerLease(Message, frozen=True, kw_only=True):

@@ -1,0 +1,71 @@
+"""The scheduler's lease: of several schedulers, one acts.
+
+1. The lease is one message that vanishes `LEASE_TTL_S` after its last renewal. Creating it succeeds for one only.
+2. The sequence that created it is the holder's epoch: every later holder has a higher one.
+3. Who cannot renew within the time to live, counted from the start of the last successful renewal, has lost it.
+"""
+
+import asyncio
+
+from contracts import subjects
+from contracts.messages import SchedulerLease
+from services.bus import Bus, BusTimeout, SequenceConflict
+
+LEASE_TTL_S = 1
+RENEW_EVERY_S = 0.3
+
+_SUBJECT = f"$KV.{subjects.CLUSTER}.{subjects.LEASE_KEY}"
+
+
+class LeaseLost(Exception):
+    """Somebody else may hold the lease by now."""
+
+
+class Lease:
+    """`acquire` it, then run `keep` beside the work; when `keep` raises, stop acting at once."""
+
+    def __init__(self, bus: Bus, holder: str) -> None:
+        self._bus = bus
+        self._value = SchedulerLease(holder=holder)
+        self._seq = 0
+        self.epoch = 0
+
+    async def acquire(self) -> int:
+        """Waits, without limit: standing by is a scheduler's normal state. Returns the epoch."""
+        while True:
+            try:
+                self._seq = await self._bus.append(
+                    _SUBJECT, self._value, after_seq=0, ttl_s=LEASE_TTL_S, limit_s=LEASE_TTL_S
+                )
+            except (SequenceConflict, BusTimeout):
+                await asyncio.sleep(RENEW_EVERY_S)
+            else:
+                self.epoch = self._seq
+                return self.epoch
+
+    async def keep(self) -> None:
+        """Renews for ever. Raises LeaseLost."""
+        loop = asyncio.get_running_loop()
+        renewed_at = loop.time()
+        while True:
+            await asyncio.sleep(RENEW_EVERY_S)
+            started_at = loop.time()
+            left_s = renewed_at + LEASE_TTL_S - started_at
+            if left_s <= 0:
+                raise LeaseLost("not renewed in time")
+            try:
+                self._seq = await self._bus.append(
+                    _SUBJECT, self._value, after_seq=self._seq, ttl_s=LEASE_TTL_S, limit_s=left_s
+                )
+                renewed_at = started_at
+            except SequenceConflict:
+                raise LeaseLost("it expired, or another scheduler holds it") from None
+            except BusTimeout:
+                continue
+
+    async def give_up(self) -> None:
+        """Lets a scheduler that stands by take over without waiting for the time to live."""
+        try:
+            await self._bus.purge(f"KV_{subjects.CLUSTER}", _SUBJECT)
+        except BusTimeout:
+            return

@@ -1,0 +1,119 @@
+"""A profile: what is served and how. One folder, `profiles/<model>-<hardware>/`, with `profile.toml` in it.
+
+Gateway, scheduler and workers read the same one. Unknown keys and wrong values are refused, with the key and the reason.
+"""
+
+import tomllib
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from contracts.messages import CacheMode, Positive, Probability
+from services.settings import ConfigError
+
+Tier = Literal["flex", "default", "priority"]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the tables of a profile."""
+
+
+class Decoding(Section, frozen=True, kw_only=True):
+    """Defaults for requests that do not say. Table `[decoding]`."""
+
+    block_size: Positive = 32
+    cache: CacheMode = "dual"
+    thresholds: list[Probability] = [0.5, 0.6, 0.7, 0.8, 0.9]  # the threshold set, ascending
+    threshold: Probability = 0.9  # what a request starts with
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
+    max_tokens: Positive = 256  # where the client names no length: the canvas is sized by it, so it is the cost knob
+    steps_per_block: Annotated[float, Meta(ge=1.0)] = 8.0  # mean at `threshold`; prices a request before it has run
+
+
+class Limits(Section, frozen=True, kw_only=True):
+    """What one request may ask for. Table `[limits]`."""
+
+    max_context_tokens: Positive  # prompt and output area together
+    max_output_tokens: Positive
+    time_limit_s: Annotated[float, Meta(gt=0.0)] = 120.0  # from arrival; then the request fails as `expired`
+
+
+class EngineSection(Section, frozen=True, kw_only=True):
+    """How an instance runs the model. Table `[engine]`."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Positive = 1  # of each rank on CPU
+    kv_tokens: Annotated[int, Meta(ge=0)] = 0  # size of the K/V pool; 0: from the memory that is free
+    max_requests: Positive = 8  # held at once by an instance
+    max_pass_tokens: Positive = 2048  # in one forward pass
+
+
+class Profile(Section, frozen=True, kw_only=True, dict=True):
+    """The whole of `profile.toml`. `folder` is where it lies."""
+
+    model: Annotated[str, Meta(min_length=1)]  # the name that clients use
+    weights: str = "model"  # the Hugging Face folder, relative to the profile's
+    description: str = ""
+    decoding: Decoding = Decoding()
+    limits: Limits
+    engine: EngineSection = EngineSection()
+    slo_ms: dict[Tier, float] = {}  # default promise by service tier; none: best effort
+    priorities: dict[Tier, int] = {"flex": -1, "default": 0, "priority": 1}
+    folder: str = ""
+
+    @property
+    def weights_folder(self) -> Path:
+        return Path(self.folder) / self.weights
+
+    @property
+    def latency_file(self) -> Path:
+        return Path(self.folder) / "latency.json"
+
+    @cached_property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt, in tokens, that leaves room for one block of output."""
+        return self.limits.max_context_tokens - self.decoding.block_size
+
+
+def load_profile(folder: str | Path) -> Profile:
+    """Reads `profile.toml` in the folder. Raises ConfigError."""
+    path = Path(folder) / "profile.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no profile at {path}: name a folder that holds profile.toml") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    try:
+        profile = msgspec.convert({**table, "folder": str(folder)}, Profile)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    _check(profile, path)
+    return profile
+
+
+def _check(profile: Profile, path: Path) -> None:
+    d, limits = profile.decoding, profile.limits
+    if not d.thresholds or list(d.thresholds) != sorted(set(d.thresholds)):
+        raise ConfigError(f"{path}: decoding.thresholds must be ascending and not empty, is {d.thresholds}")
+    if limits.max_output_tokens % d.block_size:
+        raise ConfigError(
+            f"{path}: limits.max_output_tokens {limits.max_output_tokens} is no multiple of "
+            f"decoding.block_size {d.block_size}"
+        )
+    if limits.max_output_tokens >= limits.max_context_tokens:
+        raise ConfigError(
+            f"{path}: limits.max_output_tokens {limits.max_output_tokens} leaves no room for a prompt in "
+            f"limits.max_context_tokens {limits.max_context_tokens}"
+        )
+    if d.max_tokens > limits.max_output_tokens:
+        raise ConfigError(f"{path}: decoding.max_tokens {d.max_tokens} exceeds limits.max_output_tokens")
+    if limits.max_context_tokens > profile.engine.max_pass_tokens:
+        raise ConfigError(
+            f"{path}: engine.max_pass_tokens {profile.engine.max_pass_tokens} cannot hold a recompute step of "
+            f"limits.max_context_tokens {limits.max_context_tokens}"
+        )

@@ -1,0 +1,189 @@
+"""What every service's process does: logging, signals, its tasks, its metrics, a graceful end.
+
+1. SIGTERM or SIGINT sets `stopping`; the service drains and returns. A second signal ends the process at once.
+2. A background task that fails ends the process with exit code 1: its supervisor starts a clean one.
+3. Exit codes: 0 asked to stop, 1 failed, 2 wrong configuration, 3 the scheduler's lease was lost.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+from prometheus_client import start_http_server
+
+from services.bus import Bus, BusTimeout, NatsSettings, trace_parent
+from services.settings import ConfigError, load_section
+
+logger = logging.getLogger(__name__)
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table `[log]`."""
+
+    level: str = "INFO"
+    format: str = "text"  # or "json"
+
+    def __post_init__(self) -> None:
+        if self.level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError(f"level: {self.level!r} is not DEBUG, INFO, WARNING or ERROR")
+        if self.format not in ("text", "json"):
+            raise ValueError(f'format: {self.format!r} is neither "text" nor "json"')
+
+
+class Stop(Exception):
+    """Ends the process with an exit code of its own."""
+
+    def __init__(self, exit_code: int, why: str) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+
+class Runtime:
+    """Handed to a service's `serve`: its bus, its tasks, and the wish that it stop."""
+
+    def __init__(self, name: str, bus: Bus) -> None:
+        self.name = name
+        self.bus = bus
+        self.stopping = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def spawn(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Runs `work` beside the service. If it raises, the process ends."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._failed.done():
+            self._failed.set_exception(task.exception())  # type: ignore[arg-type]
+
+    async def until_stopped(self) -> None:
+        """Returns when the process is asked to stop. Raises what a background task raised."""
+        waiter: asyncio.Future[Any] = asyncio.create_task(self.stopping.wait())
+        try:
+            await asyncio.wait({waiter, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+        if self._failed.done():
+            self._failed.result()
+
+    async def cancel_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failed.done():
+            self._failed.exception()  # seen, even where the service had ended already
+
+
+def new_id(prefix: str) -> str:
+    """An id for this run of a process: a restarted one is another one."""
+    return f"{prefix}-{secrets.token_hex(4)}"
+
+
+async def every(period_s: float, action: Callable[[], Awaitable[object]]) -> None:
+    """Runs `action` now and then each `period_s` seconds, skipping beats that it overruns."""
+    loop = asyncio.get_running_loop()
+    beat = loop.time()
+    while True:
+        await action()
+        beat = max(beat + period_s, loop.time())
+        await asyncio.sleep(beat - loop.time())
+
+
+def main(name: str, serve: Callable[[Runtime], Awaitable[None]], *, metrics_port: int = 0) -> None:
+    """Runs the service `serve` as this process and exits. `metrics_port`: Prometheus metrics there; 0: nowhere."""
+    try:
+        _set_up_logging(load_section(LogSettings, "log"), name)
+        nats_settings = load_section(NatsSettings, "nats")
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(asyncio.run(_run(name, serve, nats_settings, metrics_port)))
+
+
+async def _run(
+    name: str, serve: Callable[[Runtime], Awaitable[None]], nats_settings: NatsSettings, metrics_port: int
+) -> int:
+    try:
+        if metrics_port:
+            start_http_server(metrics_port)
+        bus = await Bus.connect(nats_settings, name)
+    except (BusTimeout, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    runtime = Runtime(name, bus)
+    _handle_signals(runtime)
+    try:
+        await bus.ensure_streams()
+        await serve(runtime)
+        return 0
+    except Stop as stop:
+        logger.error("stopping: %s", stop)
+        return stop.exit_code
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
+    except BusTimeout as error:
+        logger.error("stopping: %s", error)
+        return 1
+    except Exception:
+        logger.exception("stopping after an unexpected error")
+        return 1
+    finally:
+        await runtime.cancel_tasks()
+        await bus.close()
+
+
+def _handle_signals(runtime: Runtime) -> None:
+    def on_signal() -> None:
+        if runtime.stopping.is_set():
+            os._exit(1)
+        logger.info("asked to stop")
+        runtime.stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {service}: %(message)s", "%H:%M:%S")
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "service": self._service,
+            "message": record.getMessage(),
+        }
+        if parent := trace_parent.get():
+            line["trace_id"] = parent.split("-")[1]
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def _set_up_logging(settings: LogSettings, service: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonFormatter(service) if settings.format == "json" else _TextFormatter(service))
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # the bus tells what matters
