@@ -2,10 +2,10 @@
 
 1. A pass over R tokens of recompute steps and C tokens of cache steps takes recompute(R) + cache(C) milliseconds, less
    the cheaper one's fixed part when it has both: the pass is launched once.
-2. Each curve is piecewise linear through the profiled points, made monotone by a running maximum (raw samples are not),
-   flat below the first point, and extended with its last slope beyond the last.
-3. A resident that recomputes once a block and runs S steps a block puts, on average, 1/S of its canvas and (S-1)/S of its
-   window into a pass: recomputes of a batch do not coincide.
+2. Each curve is piecewise linear through the profiled points, made monotone by a running maximum (raw samples are
+   not), flat below the first point, and extended with its last slope beyond the last.
+3. A resident that recomputes once a block and runs S steps a block puts, on average, 1/S of its canvas and (S-1)/S of
+   its window into a pass: recomputes of a batch do not coincide.
 """
 
 import json

