@@ -1,0 +1,587 @@
+"""The denoising engine: requests in, one packed forward pass a step, committed tokens out. No I/O.
+
+How a request is decoded:
+1. Its canvas is the prompt, then the output area: `max_tokens` masks rounded up to whole blocks. Blocks are done left
+   to right, those in `committed_ids` are taken over, and the first step of each is a recompute step: all rows of the
+   canvas. After it follow cache steps: the block's rows (dual), or the block's and all after it (prefix); with
+   cache "none" every step is a recompute step.
+2. Eligible are the masked positions of the current block below `max_tokens` and, unless `ignore_eos`, before the first
+   EOS in the block. Only their logits are computed, and the sampler chooses among them.
+3. A block is done when nothing in it is eligible, however many steps that takes. The request is finished when that
+   block holds EOS ("eos") or is the last one ("length"). A finished request keeps its slots until it is removed.
+One step (`Engine.step`): choose the riders, pack their rows, forward, score, choose, commit.
+
+In float32 a request's tokens do not depend on which others ride along, as long as no decision is closer than 1e-4.
+
+Shapes: R requests of a pass, T rows, M eligible rows, V vocabulary, d width.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.denoiser.attention import PackedAttention
+from services.denoiser.batching import BatchLimits, Candidate, StepKind, choose_riders
+from services.denoiser.kv_pool import KVPool
+from services.denoiser.models.base import Batch, Model
+from services.denoiser.sampler import (
+    BoolArray,
+    ChoiceRule,
+    Factor,
+    FixedSchedule,
+    FloatArray,
+    IntArray,
+    Noise,
+    Threshold,
+    choose_by_factor,
+    choose_by_quota,
+    choose_by_threshold,
+    noise_keys,
+    quota,
+    score,
+)
+
+__all__ = [
+    "CacheMode",
+    "Commits",
+    "Engine",
+    "EngineConfig",
+    "Factor",
+    "FixedSchedule",
+    "Job",
+    "Progress",
+    "Refusal",
+    "RequestStep",
+    "StepResult",
+    "Threshold",
+]
+
+CacheMode: TypeAlias = Literal["none", "prefix", "dual"]
+Finish: TypeAlias = Literal["eos", "length"]
+RefusalReason: TypeAlias = Literal["bad_request", "too_long", "kv_full", "batch_full", "duplicate"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes of an engine. Device, dtype, mask and EOS ids are the model's."""
+
+    kv_budget_tokens: int  # slots of the K/V pool: the canvases of all held requests together
+    max_requests: int = 64
+    max_batch_tokens: int = 8192  # rows of one pass; a longer canvas rides alone
+    max_recompute_tokens: int = 2048  # of those, rows of recompute steps
+    max_logits_bytes: int = 512 << 20  # float32 logits of as many rows as this holds are scored at once
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to denoise."""
+
+    request_id: str
+    prompt_ids: list[int]
+    max_tokens: int  # exact number of output tokens wanted
+    block_size: int = 32
+    cache: CacheMode = "dual"
+    choice: ChoiceRule = Threshold(0.9)
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    committed_ids: list[int] = []  # output tokens of blocks already done elsewhere, whole blocks: the next block starts
+    committed_confidences: list[float] = []  # theirs, or empty where unknown (then 0.0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the output area."""
+        return -(-self.max_tokens // self.block_size)
+
+    @property
+    def canvas_tokens(self) -> int:
+        """Length of prompt and output area, in tokens: what it takes of the K/V pool."""
+        return len(self.prompt_ids) + self.num_blocks * self.block_size
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a job cannot be taken: "kv_full" and "batch_full" pass, the others do not."""
+
+    reason: RefusalReason
+    text: str
+
+
+class Commits(msgspec.Struct, frozen=True):
+    """Tokens that became final, by ascending position: parallel lists."""
+
+    positions: list[int]  # in the output area, from 0
+    token_ids: list[int]
+    confidences: list[float]
+
+
+class RequestStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did to one request."""
+
+    request_id: str
+    kind: StepKind
+    block_index: int
+    step_in_block: int  # from 0
+    num_rows: int  # that it had in the pass
+    threshold: float | None  # that was applied; None for other rules
+    commits: Commits
+    block_done: bool
+    finished: Finish | None
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did, and how long its parts took."""
+
+    requests: list[RequestStep]  # by arrival; empty when nothing runs
+    tokens_in_pass: int
+    forward_s: float  # the model's layers
+    commit_s: float  # logits of eligible rows, scores, read-back, choice
+    total_s: float  # of the step; what forward and commit leave is its overhead
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request is."""
+
+    block_index: int  # the current block; `num_blocks` when all are done
+    num_blocks: int
+    step_in_block: int  # the next step's number
+    tokens_committed: int  # in all blocks, in the current one too
+    tokens_committed_in_block: int
+    next_kind: StepKind
+    threshold: float | None
+    finished: Finish | None
+
+
+class Engine:
+    """Requests that share one model. Not thread-safe: one caller steps, admits and removes in turn."""
+
+    def __init__(self, model: Model, *, config: EngineConfig) -> None:
+        self.model, self.config = model, config
+        shape = model.shape
+        self.pool = KVPool(
+            capacity=config.kv_budget_tokens,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._running: dict[str, _Running] = {}  # by arrival
+        self._arrivals = 0
+        self._limits = BatchLimits(
+            max_batch_tokens=config.max_batch_tokens, max_recompute_tokens=config.max_recompute_tokens
+        )
+        self._layout: _Layout | None = None
+        self._rows_per_score = max(1, config.max_logits_bytes // (4 * shape.vocab_size))
+        self._eos_ids = frozenset(shape.eos_ids)
+
+    # --- what is held ---
+
+    @property
+    def running(self) -> list[str]:
+        """Ids of the held requests, by arrival; finished ones stay until removed."""
+        return list(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Number of held requests."""
+        return len(self._running)
+
+    @property
+    def free_kv_tokens(self) -> int:
+        """A job fits if its `canvas_tokens` are not more than this."""
+        return self.pool.slots.free_tokens
+
+    def refusal(self, job: Job) -> Refusal | None:
+        """Why the job cannot be taken now, or None: `admit` would succeed."""
+        shape = self.model.shape
+        if text := _mistake(job, vocab_size=shape.vocab_size, mask_id=shape.mask_id, eos_ids=self._eos_ids):
+            return Refusal(reason="bad_request", text=text)
+        if job.request_id in self._running:
+            return Refusal(reason="duplicate", text=f"request {job.request_id} is already held")
+        if job.canvas_tokens > (longest := min(shape.max_positions, self.config.kv_budget_tokens)):
+            return Refusal(
+                reason="too_long",
+                text=f"{len(job.prompt_ids)} prompt tokens and {job.canvas_tokens - len(job.prompt_ids)} output tokens "
+                f"make a canvas of {job.canvas_tokens}; at most {longest} fit",
+            )
+        if self.num_running >= self.config.max_requests:
+            return Refusal(reason="batch_full", text=f"max_requests = {self.config.max_requests} are held")
+        if job.canvas_tokens > self.free_kv_tokens:
+            return Refusal(
+                reason="kv_full", text=f"{job.canvas_tokens} tokens needed, {self.free_kv_tokens} of the K/V pool free"
+            )
+        return None
+
+    def admit(self, job: Job) -> None:
+        """Take a job; it rides from the next step. Raises ValueError if `refusal` has a reason."""
+        if refusal := self.refusal(job):
+            raise ValueError(f"{refusal.reason}: {refusal.text}")
+        self.pool.allocate(job.request_id, job.canvas_tokens)
+        self._running[job.request_id] = _Running(job, self._arrivals, self.model.shape.mask_id, self._eos_ids)
+        self._arrivals += 1
+
+    def set_threshold(self, request_id: str, value: float) -> None:
+        """Turn a request's threshold, from its next step on; a request with another choice rule keeps its rule.
+
+        Raises KeyError if it is not held, ValueError if the value is outside 0 to 1.
+        """
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"threshold = {value} is not between 0 and 1")
+        request = self._running[request_id]
+        if isinstance(request.rule, Threshold):
+            request.rule = Threshold(value)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request, done or not, and free its slots. Raises KeyError if it is not held."""
+        del self._running[request_id]
+        self.pool.slots.free(request_id)
+
+    def output_ids(self, request_id: str) -> list[int]:
+        """Committed output tokens of whole blocks, in order, those taken over included.
+
+        When finished: the answer, cut before its first EOS or at `max_tokens`. Raises KeyError if it is not held.
+        """
+        request = self._running[request_id]
+        start = len(request.job.prompt_ids)
+        ids: list[int] = request.ids[start : start + request.final_length].tolist()
+        return ids
+
+    def output_confidences(self, request_id: str) -> list[float]:
+        """The confidence at commit of each token of `output_ids`."""
+        request = self._running[request_id]
+        confidences: list[float] = request.confidences[: request.final_length].tolist()
+        return confidences
+
+    def progress(self, request_id: str) -> Progress:
+        """How far a request is. Raises KeyError if it is not held."""
+        return self._running[request_id].progress()
+
+    # --- the step ---
+
+    def step(self) -> StepResult:
+        """One pass over the requests that ride in it. Without unfinished requests nothing happens."""
+        started = time.perf_counter()
+        riders = self._choose_riders()
+        if not riders:
+            return StepResult(requests=[], tokens_in_pass=0, forward_s=0.0, commit_s=0.0, total_s=0.0)
+        batch = self._pack(riders)
+        timer = _ForwardTimer(self.model.device)
+        hidden_Md = self.model.hidden(batch)
+        timer.stop()
+        token_M, confidence_M = self._score(hidden_Md, self._noise(riders))
+        steps = self._commit(riders, token_M, confidence_M)
+        committed = time.perf_counter()
+        forward_s = timer.seconds()
+        return StepResult(
+            requests=steps,
+            tokens_in_pass=len(batch.token_ids_T),
+            forward_s=forward_s,
+            commit_s=max(0.0, committed - timer.started - forward_s),
+            total_s=time.perf_counter() - started,
+        )
+
+    def _choose_riders(self) -> "list[_Running]":
+        waiting = {r.arrival_no: r for r in self._running.values() if r.finished is None}
+        riders = [
+            waiting.pop(c.arrival_no) for c in choose_riders([r.candidate() for r in waiting.values()], self._limits)
+        ]
+        for rider in riders:
+            rider.passes_waited = 0
+        for request in waiting.values():
+            request.passes_waited += 1
+        return riders
+
+    def _pack(self, riders: "Sequence[_Running]") -> Batch:
+        layout = self._layout_of(riders)
+        eligible = [r.eligible + (start - r.window[0]) for r, start in zip(riders, layout.row_starts, strict=True)]
+        # One copy to the device for all that changes from step to step.
+        packed = np.concatenate([r.ids[slice(*r.window)] for r in riders] + eligible)
+        token_ids_T, eligible_M = self._to_device(packed).tensor_split([layout.num_rows])
+        return Batch(
+            token_ids_T=token_ids_T,
+            slots_T=layout.slots_T,
+            rotary_T=layout.rotary_T,
+            row_counts=layout.row_counts,
+            eligible_M=eligible_M,
+            eligible_counts=[len(rows) for rows in eligible],
+            attention=layout.attention,
+        )
+
+    def _layout_of(self, riders: "Sequence[_Running]") -> "_Layout":
+        """Where the rows lie; kept while the same requests ride with the same windows, as in a row of cache steps."""
+        key = (self.pool.generation, *((r.arrival_no, *r.window) for r in riders))
+        if self._layout is None or self._layout.key != key:
+            spans = [self.pool.slots.span(r.job.request_id) for r in riders]
+            positions = [np.arange(*r.window) for r in riders]
+            slots = np.concatenate([p + span.start for p, span in zip(positions, spans, strict=True)])
+            self._layout = _Layout(
+                key=key,
+                row_counts=[len(p) for p in positions],
+                slots_T=self._to_device(slots),
+                rotary_T=self.model.rotary(self._to_device(np.concatenate(positions))),
+                attention=PackedAttention(self.pool, spans),
+            )
+        return self._layout
+
+    def _noise(self, riders: "Sequence[_Running]") -> Noise | None:
+        hot = np.array([r.job.temperature > 0.0 for r in riders])
+        if not hot.any():
+            return None
+        counts = [len(r.eligible) for r in riders]
+        hot_M = np.repeat(hot, counts)
+        keys = noise_keys(
+            np.repeat(np.array([r.seed for r in riders], dtype=np.int64), counts)[hot_M],
+            np.concatenate([r.eligible for r in riders])[hot_M],
+            np.repeat(np.array([r.step_in_block for r in riders]), counts)[hot_M],
+        )
+        temperature = np.repeat(np.array([r.job.temperature for r in riders], dtype=np.float64), counts)[hot_M]
+        return Noise(rows=np.flatnonzero(hot_M), keys=keys, temperature=temperature)
+
+    def _score(self, hidden_Md: Tensor, noise: Noise | None) -> tuple[IntArray, FloatArray]:
+        """Token and confidence of each eligible row, on the host: the one read-back of a step."""
+        parts = []
+        for first in range(0, len(hidden_Md), self._rows_per_score):
+            last = first + self._rows_per_score
+            logits_MV = self.model.logits(hidden_Md[first:last])
+            scores = score(logits_MV, self.model.shape.mask_id, noise and noise.between(first, last))
+            parts.append(torch.stack([scores[0].double(), scores[1].double()]))  # an id is exact in float64
+        token_M, confidence_M = torch.cat(parts, dim=1).cpu().numpy()
+        return token_M.astype(np.int64), confidence_M
+
+    def _commit(self, riders: "Sequence[_Running]", token_M: IntArray, confidence_M: FloatArray) -> list[RequestStep]:
+        steps = []
+        first = 0
+        for rider in riders:
+            last = first + len(rider.eligible)
+            steps.append(rider.commit(token_M[first:last], confidence_M[first:last]))
+            first = last
+        return steps
+
+    def _to_device(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(array).to(self.model.device, non_blocking=True)
+
+
+class _Running:
+    """A held request: its canvas, and where it stands. Positions are absolute, from the prompt's first token."""
+
+    def __init__(self, job: Job, arrival_no: int, mask_id: int, eos_ids: frozenset[int]) -> None:
+        self.job, self.arrival_no = job, arrival_no
+        self.rule = job.choice
+        self.seed = (job.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # any integer, folded into 64 bits
+        self.eos_ids = frozenset() if job.ignore_eos else eos_ids
+        self.prompt_tokens = len(job.prompt_ids)
+        self.ids: IntArray = np.full(job.canvas_tokens, mask_id, dtype=np.int64)
+        self.ids[: self.prompt_tokens] = job.prompt_ids
+        self.ids[self.prompt_tokens :][: len(job.committed_ids)] = job.committed_ids
+        self.confidences: FloatArray = np.zeros(job.canvas_tokens - self.prompt_tokens)
+        self.confidences[: len(job.committed_confidences)] = job.committed_confidences
+        self.passes_waited = 0
+        self.finished: Finish | None = None
+        self.final_length = len(job.committed_ids)  # of the output: whole blocks, or the cut answer
+        self._start_block(len(job.committed_ids) // job.block_size)
+
+    def _start_block(self, index: int) -> None:
+        job = self.job
+        self.block_index, self.step_in_block = index, 0
+        self.block_start = self.prompt_tokens + index * job.block_size
+        end = min(self.block_start + job.block_size, self.prompt_tokens + job.max_tokens)
+        self.eligible: IntArray = np.arange(self.block_start, end)
+        self.masks_at_start = len(self.eligible)
+        self.first_eos: int | None = None  # position of the first EOS in this block
+        self.window = (0, job.canvas_tokens)
+        self.kind: StepKind = "recompute"
+
+    def candidate(self) -> Candidate:
+        """The next step, as batching sees it."""
+        start, end = self.window
+        return Candidate(
+            arrival_no=self.arrival_no, kind=self.kind, num_rows=end - start, passes_waited=self.passes_waited
+        )
+
+    def commit(self, token_E: IntArray, confidence_E: FloatArray) -> RequestStep:
+        """Choose among the eligible positions, given their scores, and move on to the next step."""
+        chosen = self._choose(confidence_E)
+        positions = self.eligible[chosen]
+        self.ids[positions] = token_E[chosen]
+        self.confidences[positions - self.prompt_tokens] = confidence_E[chosen]
+        commits = Commits(
+            (positions - self.prompt_tokens).tolist(), token_E[chosen].tolist(), confidence_E[chosen].tolist()
+        )
+        block_index, step_in_block, kind, (start, end) = self.block_index, self.step_in_block, self.kind, self.window
+        self.eligible = self.eligible[~chosen]
+        self._look_for_eos(commits)
+        block_done = len(self.eligible) == 0
+        if block_done:
+            self._end_block()
+        else:
+            self._next_step()
+        return RequestStep(
+            request_id=self.job.request_id,
+            kind=kind,
+            block_index=block_index,
+            step_in_block=step_in_block,
+            num_rows=end - start,
+            threshold=self._threshold,
+            commits=commits,
+            block_done=block_done,
+            finished=self.finished,
+        )
+
+    def _choose(self, confidence_E: FloatArray) -> BoolArray:
+        match self.rule:
+            case Threshold(value):
+                return choose_by_threshold(confidence_E, value)
+            case Factor(value):
+                return choose_by_factor(confidence_E, value)
+            case FixedSchedule(steps):
+                count = quota(self.masks_at_start, steps // self.job.num_blocks, self.step_in_block)
+                return choose_by_quota(confidence_E, count)
+
+    def _look_for_eos(self, commits: Commits) -> None:
+        if self.eos_ids.isdisjoint(commits.token_ids):
+            return
+        first = commits.positions[next(i for i, t in enumerate(commits.token_ids) if t in self.eos_ids)]
+        first += self.prompt_tokens
+        self.first_eos = first if self.first_eos is None else min(first, self.first_eos)
+        self.eligible = self.eligible[self.eligible < self.first_eos]
+
+    def _next_step(self) -> None:
+        job = self.job
+        self.step_in_block += 1
+        if job.cache != "none":
+            self.kind = "cache"
+            end = self.block_start + job.block_size if job.cache == "dual" else job.canvas_tokens
+            self.window = (self.block_start, end)
+
+    def _end_block(self) -> None:
+        done = self.block_index + 1
+        if self.first_eos is not None:
+            self.finished = "eos"
+            self.final_length = self.first_eos - self.prompt_tokens
+        elif done == self.job.num_blocks:
+            self.finished = "length"
+            self.final_length = self.job.max_tokens
+        else:
+            self.final_length = done * self.job.block_size
+            self._start_block(done)
+
+    @property
+    def _threshold(self) -> float | None:
+        return self.rule.value if isinstance(self.rule, Threshold) else None
+
+    def progress(self) -> Progress:
+        """How far it is."""
+        in_block = 0 if self.finished else self.masks_at_start - len(self.eligible)
+        return Progress(
+            block_index=self.job.num_blocks if self.finished else self.block_index,
+            num_blocks=self.job.num_blocks,
+            step_in_block=self.step_in_block,
+            tokens_committed=self.final_length + in_block,
+            tokens_committed_in_block=in_block,
+            next_kind=self.kind,
+            threshold=self._threshold,
+            finished=self.finished,
+        )
+
+
+class _Layout:
+    """Where the rows of a pass lie: what does not change while requests stay in their blocks."""
+
+    def __init__(
+        self,
+        *,
+        key: tuple[object, ...],
+        row_counts: list[int],
+        slots_T: Tensor,
+        rotary_T: Tensor,
+        attention: PackedAttention,
+    ) -> None:
+        self.key = key
+        self.row_counts = row_counts
+        self.num_rows = sum(row_counts)
+        self.row_starts = [0, *np.cumsum(row_counts[:-1]).tolist()]
+        self.slots_T, self.rotary_T, self.attention = slots_T, rotary_T, attention
+
+
+class _ForwardTimer:
+    """Time of the forward pass: on a GPU by events, read once the step's results are, so that nothing waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = _two_events() if device.type == "cuda" else None
+        if self._events:
+            self._events[0].record()
+        self.started = self._stopped = time.perf_counter()
+
+    def stop(self) -> None:
+        """The forward pass has been issued."""
+        self._stopped = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """How long it ran; call after the results were read back."""
+        if self._events:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+        return self._stopped - self.started
+
+
+def _two_events() -> list[torch.cuda.Event]:
+    return [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+
+def _mistake(job: Job, *, vocab_size: int, mask_id: int, eos_ids: frozenset[int]) -> str | None:
+    """What is wrong with a job whatever is running."""
+    if job.max_tokens < 1 or job.block_size < 1:
+        return f"max_tokens = {job.max_tokens} and block_size = {job.block_size} must be at least 1"
+    if not 0.0 <= job.temperature < float("inf"):
+        return f"temperature = {job.temperature} is not a finite number from 0 up"
+    if job.cache not in ("none", "prefix", "dual"):
+        return f"cache = {job.cache!r} is not one of none, prefix, dual"
+    return (
+        _rule_mistake(job)
+        or _ids_mistake("prompt_ids", job.prompt_ids, vocab_size, mask_id)
+        or _ids_mistake("committed_ids", job.committed_ids, vocab_size, mask_id)
+        or _committed_mistake(job, eos_ids)
+    )
+
+
+def _rule_mistake(job: Job) -> str | None:
+    match job.choice:
+        case Threshold(value) if not 0.0 <= value <= 1.0:
+            return f"threshold = {value} is not between 0 and 1"
+        case Factor(value) if not 0.0 <= value < float("inf"):
+            return f"factor = {value} is not a finite number from 0 up"
+        case FixedSchedule(steps) if steps < 1 or steps % job.num_blocks:
+            return f"steps = {steps} is not a multiple of the {job.num_blocks} blocks"
+    return None
+
+
+def _ids_mistake(name: str, ids: list[int], vocab_size: int, mask_id: int) -> str | None:
+    if not ids:
+        return None
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        return f"{name} holds a token id outside 0 to {vocab_size - 1}"
+    if mask_id in ids:
+        return f"{name} holds the mask token {mask_id}"
+    return None
+
+
+def _committed_mistake(job: Job, eos_ids: frozenset[int]) -> str | None:
+    if len(job.committed_ids) % job.block_size or len(job.committed_ids) >= job.max_tokens:
+        return (
+            f"{len(job.committed_ids)} committed_ids are not whole blocks of {job.block_size} "
+            f"that leave some of max_tokens = {job.max_tokens} to do"
+        )
+    if job.committed_confidences and len(job.committed_confidences) != len(job.committed_ids):
+        return f"{len(job.committed_confidences)} committed_confidences for {len(job.committed_ids)} committed_ids"
+    if not job.ignore_eos and not eos_ids.isdisjoint(job.committed_ids):
+        return "committed_ids hold an EOS token: the request is finished"
+    return None

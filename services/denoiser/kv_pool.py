@@ -1,0 +1,142 @@
+"""The K/V cache of all requests of an instance: one preallocated pool, counted in tokens.
+
+1. A request gets one run of consecutive slots, one for each position of its canvas, for as long as it is held.
+2. First fit, lowest slot first.
+3. When the free slots suffice but none of the gaps does, all runs slide down (their K/V are copied) until one gap is
+   left: so a request fits exactly when `free_tokens` says so.
+4. A pass writes the K/V of its rows in place; what a later pass of the same request overwrites was never kept.
+
+Shapes: S slots of the pool, T rows of a pass, K key heads, D head size.
+"""
+
+import bisect
+
+import msgspec
+import torch
+from torch import Tensor
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A run of slots."""
+
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The first slot after it."""
+        return self.start + self.length
+
+
+class Move(msgspec.Struct, frozen=True):
+    """Copy `length` slots from `source` to `target`; target < source, and the two may overlap."""
+
+    source: int
+    target: int
+    length: int
+
+
+class SlotAllocator:
+    """Who holds which slots. Pure: what has to be copied is returned."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.free_tokens = capacity
+        self._spans: dict[str, Span] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._spans
+
+    def span(self, request_id: str) -> Span:
+        """The slots of a request; another allocation may move them."""
+        return self._spans[request_id]
+
+    def allocate(self, request_id: str, length: int) -> list[Move]:
+        """Give a request its slots.
+
+        Returns the copies that must be made first, in this order. The caller has checked `free_tokens`.
+        """
+        assert 0 < length <= self.free_tokens
+        assert request_id not in self._spans
+        start = self._first_fit(length)
+        moves: list[Move] = []
+        if start is None:
+            moves = self._compact()
+            start = self.capacity - self.free_tokens
+        self._spans[request_id] = Span(start, length)
+        self.free_tokens -= length
+        return moves
+
+    def free(self, request_id: str) -> None:
+        """Take the slots of a request back."""
+        self.free_tokens += self._spans.pop(request_id).length
+
+    def _first_fit(self, length: int) -> int | None:
+        start = 0
+        for span in sorted(self._spans.values(), key=lambda span: span.start):
+            if span.start - start >= length:
+                return start
+            start = span.end
+        return start if self.capacity - start >= length else None
+
+    def _compact(self) -> list[Move]:
+        moves: list[Move] = []
+        start = 0
+        for request_id, span in sorted(self._spans.items(), key=lambda item: item[1].start):
+            if span.start != start:
+                moves.append(Move(span.start, start, span.length))
+                self._spans[request_id] = Span(start, span.length)
+            start += span.length
+        return moves
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if slots are shared, out of range or miscounted (for tests)."""
+        spans = sorted(self._spans.values(), key=lambda span: span.start)
+        starts = [span.start for span in spans]
+        assert all(bisect.bisect_right(starts, span.end - 1) == i + 1 for i, span in enumerate(spans))
+        assert all(span.start >= 0 and span.end <= self.capacity for span in spans)
+        assert self.free_tokens == self.capacity - sum(span.length for span in spans)
+
+
+class KVPool:
+    """The tensors behind the slots: `layers[i]` is [S, 2K, D], a slot's keys and then its values."""
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots = SlotAllocator(capacity)
+        self.num_kv_heads = num_kv_heads
+        self.generation = 0  # counts compactions: who remembers slots across passes compares it
+        # Zeros, not empty: slots are read only after they were written, but NaN in a gap would hide a mistake.
+        shape = (capacity, 2 * num_kv_heads, head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def allocate(self, request_id: str, length: int) -> None:
+        """Give a request its slots, moving others if need be."""
+        moves = self.slots.allocate(request_id, length)
+        for layer in self.layers if moves else ():
+            for move in moves:
+                source = layer[move.source : move.source + move.length]
+                layer[move.target : move.target + move.length] = source.clone()  # clone: the two may overlap
+        self.generation += bool(moves)
+
+    def write(self, layer: int, slots_T: Tensor, kv_TKD: Tensor) -> None:
+        """Store keys and values [T, 2K, D] of a pass's rows."""
+        self.layers[layer].index_copy_(0, slots_T, kv_TKD)
+
+    def keys_values(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
+        """Views of a request's keys and values, each [span.length, K, D]."""
+        kv = self.layers[layer][span.start : span.end]
+        return kv[:, : self.num_kv_heads], kv[:, self.num_kv_heads :]
+
+
+def kv_bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Memory that one slot takes: to size a pool from the free memory."""
+    return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize

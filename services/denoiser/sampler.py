@@ -1,0 +1,163 @@
+"""From logits to the tokens that a step commits.
+
+Scores, on the device, for the eligible rows alone:
+1. the mask token's logit is minus infinity (a predicted mask would stay masked for ever);
+2. the token is argmax(logits - T ln(-ln u)), the plain argmax at temperature 0; ties: the lowest id;
+3. u is a pure function of (seed, position, step in block, token id): neither batch nor layout nor a move changes it;
+4. the confidence is the token's softmax probability under the logits without noise or temperature.
+Choice, on the host, for one request at a time, from confidences by ascending position:
+5. Threshold commits all that reach it, and always the most confident one;
+6. Factor commits ranks 1 to k - 1, where k is the first rank whose confidence is below 1 - factor / (k + 1); the first
+   rank always passes, and if only the last fails, it is committed too;
+7. FixedSchedule commits the step's quota, the most confident first.
+Ties: the lowest position. A committed position is final.
+
+Shapes: M eligible rows of all requests in a pass, V vocabulary.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+class Threshold(msgspec.Struct, frozen=True, tag=True):
+    """Commit what is at least this confident (0 to 1). Can be turned while the request runs."""
+
+    value: float
+
+
+class Factor(msgspec.Struct, frozen=True, tag=True):
+    """Commit the more at once, the surer the model is; 1.0 is usual, larger commits more."""
+
+    value: float
+
+
+class FixedSchedule(msgspec.Struct, frozen=True, tag=True):
+    """Spread the tokens evenly over this many steps for the whole output area; a multiple of its blocks."""
+
+    steps: int
+
+
+ChoiceRule: TypeAlias = Threshold | Factor | FixedSchedule
+
+
+def quota(num_masks: int, steps_per_block: int, step: int) -> int:
+    """Tokens that step `step` of a block commits, of the `num_masks` it starts with."""
+    return num_masks // steps_per_block + (step < num_masks % steps_per_block)
+
+
+def choose_by_threshold(confidence: FloatArray, threshold: float) -> BoolArray:
+    """Which positions reach the threshold, and in any case the most confident."""
+    chosen = confidence >= threshold
+    chosen[confidence.argmax()] = True
+    return chosen
+
+
+def choose_by_factor(confidence: FloatArray, factor: float) -> BoolArray:
+    """Which positions pass the bound of their rank."""
+    order = np.argsort(-confidence, kind="stable")
+    rank = np.arange(1, len(order) + 1)
+    fails = confidence[order] < 1.0 - factor / (rank + 1)
+    fails[0] = False
+    fails[-1] = False  # the last rank never holds itself back: if it is the first to fail, all are committed
+    return _the_first(order, int(fails.argmax()) if fails.any() else len(order))
+
+
+def choose_by_quota(confidence: FloatArray, count: int) -> BoolArray:
+    """The `count` most confident positions."""
+    return _the_first(np.argsort(-confidence, kind="stable"), count)
+
+
+def _the_first(order: IntArray, count: int) -> BoolArray:
+    chosen = np.zeros(len(order), dtype=np.bool_)
+    chosen[order[:count]] = True
+    return chosen
+
+
+class Noise(msgspec.Struct, frozen=True):
+    """Sampling noise for the rows of a pass whose temperature is above 0: N of M."""
+
+    rows: IntArray  # [N], which ones, ascending
+    keys: IntArray  # [N], from `noise_keys`
+    temperature: FloatArray  # [N]
+
+    def between(self, first: int, last: int) -> "Noise | None":
+        """The part for rows `first` to `last` - 1, counted from `first`."""
+        start, end = np.searchsorted(self.rows, (first, last))
+        if start == end:
+            return None
+        return Noise(self.rows[start:end] - first, self.keys[start:end], self.temperature[start:end])
+
+
+@torch.inference_mode()
+def score(logits_MV: Tensor, mask_id: int, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
+    """Token [M] int64 and its confidence [M] float32 for each row; overwrites the logits."""
+    logits_MV = logits_MV.float()
+    logits_MV[:, mask_id] = -torch.inf
+    best_M, token_M = logits_MV.max(-1)
+    if noise is None:
+        return token_M, logits_MV.sub_(best_M.unsqueeze(-1)).exp_().sum(-1).reciprocal()
+    device = logits_MV.device
+    rows, keys = torch.from_numpy(noise.rows).to(device), torch.from_numpy(noise.keys).to(device)
+    temperature = torch.from_numpy(noise.temperature).to(device)
+    token_M[rows] = gumbel_argmax(logits_MV[rows], uniforms(keys, logits_MV.shape[-1]), temperature)
+    # exp(l - logsumexp) in one pass: the largest term of the sum is 1, so it can neither overflow nor vanish
+    weight_MV = logits_MV.sub_(best_M.unsqueeze(-1)).exp_()
+    return token_M, weight_MV.gather(-1, token_M.unsqueeze(-1)).squeeze(-1) / weight_MV.sum(-1)
+
+
+def gumbel_argmax(logits_MV: Tensor, uniform_MV: Tensor, temperature_M: Tensor) -> Tensor:
+    """Sampled token of each row [M], given uniform numbers in (0, 1); float64 as in the reference."""
+    noise_MV = uniform_MV.log().neg_().log_().mul_(temperature_M.unsqueeze(-1))
+    return (logits_MV.double() - noise_MV).argmax(-1)
+
+
+# SplitMix64: a counter, times an odd constant, through a mixer whose every output bit depends on every input bit.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def noise_keys(seed_M: IntArray, position_M: IntArray, step_M: IntArray) -> IntArray:
+    """One key for each row [M], from its request's seed, its absolute position and the step in the block."""
+    key_M = _mix_numpy(seed_M.astype(np.uint64))
+    key_M = _mix_numpy(key_M ^ position_M.astype(np.uint64))
+    return _mix_numpy(key_M ^ step_M.astype(np.uint64)).view(np.int64)
+
+
+def uniforms(key_M: Tensor, vocab_size: int, first_id: int = 0) -> Tensor:
+    """Uniform numbers in (0, 1), float64 [M, vocab_size], for token ids from `first_id` on."""
+    counter_V = torch.arange(first_id + 1, first_id + vocab_size + 1, device=key_M.device) * _signed(_GOLDEN)
+    bits_MV = _mix(key_M.unsqueeze(-1) + counter_V)
+    return _shift_right(bits_MV, 12).double().add_(0.5).mul_(2.0**-52)  # + 0.5: never 0 or 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's mixer on int64, whose products wrap as unsigned ones do."""
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's own repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix_numpy(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + np.uint64(_GOLDEN)  # so that 0 does not stay 0
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,139 @@
+"""The engine commits the reference's tokens, step by step, alone and in a mixed batch."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.denoiser.attention import PackedAttention
+from services.denoiser.kv_pool import KVPool
+from services.denoiser.models import Batch, Model
+from tests.conformance.cases import Case, Ran, cases_matching, golden_dir, model_of, run
+
+pytestmark = [
+    pytest.mark.conformance,
+    pytest.mark.skipif(
+        golden_dir() is None, reason="no golden cases: GOLDEN_DIR is unset, ../shared/golden is missing"
+    ),
+]
+
+LOGITS_TOLERANCE = 1e-3
+CONFIDENCE_TOLERANCE = 2e-4
+
+CASES = [
+    case
+    for case in cases_matching("llada_none_*", "llada_prefix_*", "llada_dual_*", "llada_gsai_*")
+    if not case.inputs.cfg_scale
+]
+BY_MODEL = {
+    folder: list(group)
+    for folder, group in itertools.groupby(
+        sorted(CASES, key=lambda case: case.model_folder), key=lambda case: case.model_folder
+    )
+}
+each_case = pytest.mark.parametrize("case", CASES, ids=[case.inputs.case for case in CASES])
+each_model = pytest.mark.parametrize("folder", list(BY_MODEL), ids=[folder.name for folder in BY_MODEL])
+
+KINDS = {"full": "recompute", "full_cache": "recompute", "prefix_window": "cache", "dual_block": "cache"}
+
+
+def assert_as_expected(case: Case, ran: Ran) -> None:
+    prompt = len(case.inputs.prompt_ids)
+    assert len(ran.steps) == case.expected.nfe
+    for number, (step, expected) in enumerate(zip(ran.steps, case.expected.steps, strict=True)):
+        found = dict(zip(step.commits.positions, step.commits.token_ids, strict=True))
+        assert found == {c.pos - prompt: c.token for c in expected.commits}, f"step {number}"
+        assert step.commits.positions == sorted(found)
+        assert step.kind == KINDS[expected.kind], f"step {number}"
+        assert step.num_rows == expected.query_end - expected.query_start, f"step {number}"
+        for commit in expected.commits:
+            confidence = step.commits.confidences[step.commits.positions.index(commit.pos - prompt)]
+            assert confidence == pytest.approx(commit.conf, abs=CONFIDENCE_TOLERANCE), f"step {number}"
+    assert ran.output_ids == case.expected.generated_ids
+    assert_logits_agree(case, ran)
+
+
+def assert_logits_agree(case: Case, ran: Ran) -> None:
+    done: set[int] = set()
+    stored = case.step_logits()
+    start, size = len(case.inputs.prompt_ids), case.inputs.block_length
+    for number, step in enumerate(ran.steps):
+        if number in stored:
+            logits, window_start = stored[number]
+            block = range(start + step.block_index * size, start + (step.block_index + 1) * size)
+            rows = [p - window_start for p in block if p not in done]
+            torch.testing.assert_close(
+                without_mask(ran.logits[number], case), without_mask(logits[rows], case), rtol=0, atol=LOGITS_TOLERANCE
+            )
+        done.update(start + p for p in step.commits.positions)
+
+
+def without_mask(logits: torch.Tensor, case: Case) -> torch.Tensor:
+    """Our engine never predicts the mask token, so its column is free."""
+    mask_id = model_of(case.model_folder).shape.mask_id
+    return torch.cat((logits[:, :mask_id], logits[:, mask_id + 1 :]), dim=1)
+
+
+def test_there_are_cases_of_each_kind() -> None:
+    kinds = {(case.inputs.cache_mode, type(case.rule).__name__) for case in CASES}
+    assert {(cache, "Threshold") for cache in ("none", "prefix", "dual")} <= kinds
+
+
+@each_case
+def test_alone(case: Case) -> None:
+    assert_as_expected(case, run([case])[case.inputs.case])
+
+
+@each_model
+@pytest.mark.parametrize("passes_between_starts", [0, 1, 3])
+def test_all_cases_in_one_batch(folder: Path, passes_between_starts: int) -> None:
+    cases = BY_MODEL[folder]
+    ran = run(cases, passes_between_starts=passes_between_starts)
+    for case in cases:
+        assert_as_expected(case, ran[case.inputs.case])
+
+
+@each_model
+def test_all_cases_in_tight_batches(folder: Path) -> None:
+    """Requests wait for each other, so that their phases mix in every way; logits are scored in several parts."""
+    cases = BY_MODEL[folder]
+    ran = run(cases, max_batch_tokens=100, max_recompute_tokens=70, max_logits_bytes=4096 * 5)
+    for case in cases:
+        assert_as_expected(case, ran[case.inputs.case])
+
+
+def full_forward(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of every row of one canvas."""
+    shape = model.shape
+    pool = KVPool(
+        capacity=len(ids),
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    pool.allocate("canvas", len(ids))
+    rows = torch.arange(len(ids))
+    batch = Batch(
+        token_ids_T=ids,
+        slots_T=rows,
+        rotary_T=model.rotary(rows),
+        row_counts=[len(ids)],
+        eligible_M=rows,
+        eligible_counts=[len(ids)],
+        attention=PackedAttention(pool, [pool.slots.span("canvas")]),
+    )
+    return model.logits(model.hidden(batch))
+
+
+@each_model
+def test_plain_forward_logits(folder: Path) -> None:
+    stored = load_file(folder / "logits.safetensors")
+    keys = [key for key in stored if key.startswith("logits_")]
+    assert keys
+    for key in keys:
+        logits = full_forward(model_of(folder), stored[key.replace("logits", "input_ids")])
+        torch.testing.assert_close(logits, stored[key], rtol=0, atol=LOGITS_TOLERANCE)
