@@ -1,0 +1,1 @@
+"""Command-line tools: they may import services; nothing imports them but tests and benchmarks."""

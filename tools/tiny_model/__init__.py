@@ -1,0 +1,1 @@
+"""The built-in model `tedi-tiny`: its tasks, tokenizer, training and evaluation."""

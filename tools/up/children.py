@@ -1,0 +1,103 @@
+"""Child processes that never outlive this one. Linux does the work; elsewhere only an orderly end is clean.
+
+1. A child gets a session of its own: Ctrl-C in the terminal reaches this process alone, which stops them in order.
+2. If this process is killed, the kernel kills its children (PR_SET_PDEATHSIG).
+3. Orphans of a child become children of this process (PR_SET_CHILD_SUBREAPER), which can so find and end them.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Container
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_ON_LINUX = sys.platform == "linux"
+_libc = ctypes.CDLL(None, use_errno=True) if _ON_LINUX else None  # looked up here: not between fork and exec
+
+
+def adopt_orphans() -> None:
+    """From now on orphans among the descendants become children of this process."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+async def start(command: tuple[str, ...], environment: dict[str, str]) -> asyncio.subprocess.Process:
+    """Starts it with `environment` beside this process's own, its output in one pipe. Raises OSError."""
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        if _libc is not None:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:  # it died before the line above
+                os._exit(1)
+
+    return await asyncio.create_subprocess_exec(
+        *command,
+        env=os.environ | environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+async def stop(child: asyncio.subprocess.Process, limit_s: float) -> bool:
+    """Asks it to end, and kills its whole group after `limit_s` seconds. False: it had to be killed."""
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    try:
+        await asyncio.wait_for(child.wait(), limit_s)
+        return True
+    except TimeoutError:
+        return False
+    finally:
+        kill_group(child)
+        await child.wait()
+
+
+def kill_group(child: asyncio.subprocess.Process) -> None:
+    """Kills it and what it has started in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def reap_orphans(known: Container[int]) -> None:
+    """Takes notice of the dead among the adopted orphans, so that none stays a zombie."""
+    for pid in _children_of(os.getpid()):
+        if pid not in known:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def kill_orphans() -> int:
+    """Kills all children that are left, and theirs as they come up. Returns how many there were."""
+    killed: set[int] = set()
+    while left := _children_of(os.getpid()):
+        for pid in left:
+            killed.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+    return len(killed)
+
+
+def _children_of(parent: int) -> list[int]:
+    """Their process ids, by /proc; empty where there is none."""
+    if not _ON_LINUX:
+        return []
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                # "pid (name) state ppid ...", and a name may hold spaces and parentheses
+                after_name = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
+                if int(after_name.split()[1]) == parent:
+                    found.append(int(folder.name))
+    return found
