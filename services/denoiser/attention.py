@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.denoiser.kv_pool import KVPool, Span
+from services.denoiser.kv_pool import KVPool
 
 
 class PackedAttention:
     """What the requests of a pass attend to, in the order in which their rows are packed."""
 
-    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+    def __init__(self, pool: KVPool, request_ids: Sequence[str]) -> None:
         self.pool = pool
-        # Views made once for all passes over the same requests: slicing costs as much as a small kernel.
-        self._keys_values = [
-            [_heads_first(*pool.keys_values(layer, span)) for span in spans] for layer in range(len(pool.layers))
-        ]
+        self._keys_values = list(zip(*(pool.keys_values(request_id) for request_id in request_ids), strict=True))
 
     def write(self, layer: int, slots_T: Tensor, kv_TKD: Tensor) -> None:
         """Store this pass's keys and values [T, 2K, D]; `attend` of the same layer sees them."""
@@ -38,10 +35,6 @@ class PackedAttention:
             )
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _heads_first(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
 
 
 def _attend_one(query_nHD: Tensor, key_1KLD: Tensor, value_1KLD: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ class Engine:
     def remove(self, request_id: str) -> None:
         """Forget a request, done or not, and free its slots. Raises KeyError if it is not held."""
         del self._running[request_id]
-        self.pool.slots.free(request_id)
+        self.pool.free(request_id)
 
     def output_ids(self, request_id: str) -> list[int]:
         """Committed output tokens of whole blocks, in order, those taken over included.
@@ -327,7 +327,7 @@ class Engine:
                 row_counts=[len(p) for p in positions],
                 slots_T=self._to_device(slots),
                 rotary_T=self.model.rotary(self._to_device(np.concatenate(positions))),
-                attention=PackedAttention(self.pool, spans),
+                attention=PackedAttention(self.pool, [r.job.request_id for r in riders]),
             )
         return self._layout
 

@@ -6,7 +6,7 @@
    left: so a request fits exactly when `free_tokens` says so.
 4. A pass writes the K/V of its rows in place; what a later pass of the same request overwrites was never kept.
 
-Shapes: S slots of the pool, T rows of a pass, K key heads, D head size.
+Shapes: S slots of the pool, T rows of a pass, L tokens of a canvas, K key heads, D head size.
 """
 
 import bisect
@@ -112,6 +112,7 @@ class KVPool:
         device: torch.device,
     ) -> None:
         self.slots = SlotAllocator(capacity)
+        self._views: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.num_kv_heads = num_kv_heads
         self.generation = 0  # counts compactions: who remembers slots across passes compares it
         # Zeros, not empty: slots are read only after they were written, but NaN in a gap would hide a mistake.
@@ -125,16 +126,30 @@ class KVPool:
             for move in moves:
                 source = layer[move.source : move.source + move.length]
                 layer[move.target : move.target + move.length] = source.clone()  # clone: the two may overlap
-        self.generation += bool(moves)
+        if moves:
+            self.generation += 1
+            self._views.clear()
+
+    def free(self, request_id: str) -> None:
+        """Take the slots of a request back."""
+        self.slots.free(request_id)
+        self._views.pop(request_id, None)
 
     def write(self, layer: int, slots_T: Tensor, kv_TKD: Tensor) -> None:
         """Store keys and values [T, 2K, D] of a pass's rows."""
         self.layers[layer].index_copy_(0, slots_T, kv_TKD)
 
-    def keys_values(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
-        """Views of a request's keys and values, each [span.length, K, D]."""
-        kv = self.layers[layer][span.start : span.end]
-        return kv[:, : self.num_kv_heads], kv[:, self.num_kv_heads :]
+    def keys_values(self, request_id: str) -> list[tuple[Tensor, Tensor]]:
+        """Views of a request's keys and values in each layer, both [1, K, L, D]; good for one generation.
+
+        Made once and kept: cutting them anew would cost as much as a small kernel.
+        """
+        if request_id not in self._views:
+            span = self.slots.span(request_id)
+            kv = [layer[span.start : span.end].transpose(0, 1).unsqueeze(0) for layer in self.layers]
+            K = self.num_kv_heads
+            self._views[request_id] = [(kv_heads[:, :K], kv_heads[:, K:]) for kv_heads in kv]
+        return self._views[request_id]
 
 
 def kv_bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -124,7 +124,7 @@ def full_forward(model: Model, ids: torch.Tensor) -> torch.Tensor:
         row_counts=[len(ids)],
         eligible_M=rows,
         eligible_counts=[len(ids)],
-        attention=PackedAttention(pool, [pool.slots.span("canvas")]),
+        attention=PackedAttention(pool, ["canvas"]),
     )
     return model.logits(model.hidden(batch))
 

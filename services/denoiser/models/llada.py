@@ -121,15 +121,12 @@ class LladaModel:
         self._norm = weights.take("model.transformer.ln_f.weight", (d,))
         tied = self.config.weight_tying
         self._head = self._embedding if tied else weights.take("model.transformer.ff_out.weight", (V, d))
-        exponents = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32, device=self.device)
-        self._inverse_frequency = 1.0 / self.config.rope_theta ** (exponents / self.shape.head_dim)
+        self._rotary = rotary_table(self.shape, self.config.rope_theta, self.device)
 
     @torch.inference_mode()
     def rotary(self, positions_T: Tensor) -> Tensor:
-        """[2, T, 1, D]: cosines, and sines whose first half is negative (see `rotate_`)."""
-        angle = positions_T.unsqueeze(-1).float() * self._inverse_frequency
-        cos, sin = angle.cos(), angle.sin()
-        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
+        """[T, 2, 1, D], for `rotate_`."""
+        return self._rotary[positions_T]
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
@@ -184,7 +181,7 @@ class LladaLayer:
         rotate_(kv[:, : self.K], batch.rotary_T)
         batch.attention.write(self.index, batch.slots_T, kv)
         query = self._heads(functional.linear(h_Td[batch.eligible_M], self.query))
-        rotate_(query, batch.rotary_T[:, batch.eligible_M])
+        rotate_(query, batch.rotary_T[batch.eligible_M])
         attended = batch.attention.attend(self.index, query, batch.eligible_counts)
         return self._mlp(torch.addmm(x_Td[batch.eligible_M], attended, self.attn_out))
 
@@ -204,13 +201,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 
+def rotary_table(shape: ModelShape, theta: float, device: torch.device) -> Tensor:
+    """[positions, 2, 1, D] float32: cosines, and sines whose first half is negative (see `rotate_`)."""
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device) / shape.head_dim
+    position = torch.arange(shape.max_positions, dtype=torch.float32, device=device)
+    angle = torch.outer(position, 1.0 / theta**exponent)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).unsqueeze(2)
+
+
 def rotate_(heads: Tensor, rotary: Tensor) -> None:
     """Turn heads [T, heads, D] to their positions, in place, in float32.
 
     (a, b) becomes (a cos - b sin, b cos + a sin), a and b being the halves of a head: rolling a head by half its size
     swaps them, and the minus sits in the sines.
     """
-    cos, sin = rotary.unbind()
+    cos, sin = rotary.unbind(1)
     full = heads.float()  # heads itself if it is float32
     swapped = full.roll(heads.shape[-1] // 2, -1)
     turned = full.mul_(cos).addcmul_(swapped, sin)
