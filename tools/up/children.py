@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Container
 from pathlib import Path
+from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -26,8 +27,8 @@ def adopt_orphans() -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-async def start(command: tuple[str, ...], environment: dict[str, str]) -> asyncio.subprocess.Process:
-    """Starts it with `environment` beside this process's own, its output in one pipe. Raises OSError."""
+async def start(command: tuple[str, ...], environment: dict[str, str], output: IO[bytes]) -> asyncio.subprocess.Process:
+    """Starts it with `environment` beside this process's own, all its output in the file. Raises OSError."""
     parent = os.getpid()
 
     def die_with_parent() -> None:
@@ -40,8 +41,8 @@ async def start(command: tuple[str, ...], environment: dict[str, str]) -> asynci
         *command,
         env=os.environ | environment,
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
@@ -75,17 +76,14 @@ def reap_orphans(known: Container[int]) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
-def kill_orphans() -> int:
-    """Kills all children that are left, and theirs as they come up. Returns how many there were."""
-    killed: set[int] = set()
+def kill_all() -> None:
+    """Kills all children of this process, and theirs as they become its own."""
     while left := _children_of(os.getpid()):
         for pid in left:
-            killed.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-    return len(killed)
 
 
 def _children_of(parent: int) -> list[int]:

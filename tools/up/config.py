@@ -28,9 +28,14 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"ready_limit_s: {self.ready_limit_s:g} is not positive")
 
     @property
-    def url(self) -> str:
+    def connect_host(self) -> str:
         """Where a client on this machine finds the gateway."""
-        return f"http://{'127.0.0.1' if self.host == '0.0.0.0' else self.host}:{self.port}"
+        return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+    @property
+    def url(self) -> str:
+        """The gateway's address for that client."""
+        return f"http://{self.connect_host}:{self.port}"
 
     @property
     def nats_url(self) -> str:

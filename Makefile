@@ -1,0 +1,68 @@
+# Everything is done inside $(VENV), which is made on the first use; `make help` lists what there is.
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# One version for all machines. On Linux PyPI's build brings CUDA along; a smaller one for machines without a GPU:
+#   make up TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+
+PIP := $(VENV)/bin/python -m pip
+PY := $(VENV)/bin/python
+# `make up PORT=8001` and so on; what is not given is left to the environment and to tediserve.toml
+UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS_PORT),--nats-port $(NATS_PORT)) \
+	$(if $(PROFILE),--profile $(PROFILE)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(DATA),--data $(DATA)) \
+	$(if $(VERBOSE),--verbose)
+
+.DEFAULT_GOAL := help
+.PHONY: help up down test test-gpu check format conformance bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA VERBOSE=1; of make test and bench: ARGS"
+
+up: $(VENV)/.installed-up ## start the whole stack here: nats-server, scheduler, gateway, agent, two workers
+	@$(PY) -m tools.up $(UP_ARGS)
+
+down: $(VENV)/.installed-up ## stop the stack that `make up` has started
+	@$(PY) -m tools.up --down $(UP_ARGS)
+
+test: $(VENV)/.installed-dev ## all tests that run on a laptop, with a real nats-server and real processes
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.installed-dev ## the tests that need a CUDA device
+	$(PY) -m pytest -m gpu $(ARGS)
+
+conformance: $(VENV)/.installed-dev ## compare the engine with the reference outputs in the folder GOLDEN_DIR
+	$(PY) -m pytest tests/conformance $(ARGS)
+
+check: $(VENV)/.installed-dev ## lint, format, types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.installed-dev ## put the code in form
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.installed-dev ## measure what BENCHMARKS.md reports
+	$(PY) -m tools.bench $(ARGS)
+
+clean: ## remove the virtual environment and what the tools have cached
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+# Installed anew only when pyproject.toml has changed. torch goes first and pinned, so that no extra picks another.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-torch: | $(VENV)/bin/python
+	$(PIP) install --quiet "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@touch $@
+
+$(VENV)/.installed-up: pyproject.toml $(VENV)/.installed-torch
+	$(PIP) install --quiet -e ".[up]"
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-torch
+	$(PIP) install --quiet -e ".[dev]"
+	@touch $@ $(VENV)/.installed-up

@@ -1,0 +1,63 @@
+"""What the local stack consists of, and what happens when a part of it ends."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.settings import ConfigError, load_section
+from tools.up.config import UpConfig
+from tools.up.plan import LONGEST_PAUSE_S, STEADY_S, STOP_ORDER, GiveUp, Restart, RestartPolicy, processes_of
+
+
+def test_every_process_has_its_place_in_the_stop_order() -> None:
+    processes = processes_of(UpConfig(), "nats-server")
+    assert sorted(STOP_ORDER) == sorted(process.name for process in processes)
+    assert STOP_ORDER[0] == "gateway"
+    assert STOP_ORDER[-1] == "nats"
+
+
+def test_ports_profile_and_workers_reach_the_services() -> None:
+    config = UpConfig(port=8123, nats_port=4333, profile="profiles/other", workers=3, data="elsewhere")
+    by_name = {process.name: process for process in processes_of(config, "nats-server")}
+    assert "4333" in by_name["nats"].command
+    assert by_name["nats"].command[-1].endswith("/elsewhere/nats")
+    for name in ("scheduler", "gateway", "agent"):
+        assert by_name[name].environment["TEDISERVE_NATS_URL"] == "nats://127.0.0.1:4333"
+        assert by_name[name].environment[f"TEDISERVE_{name.upper()}_PROFILE"] == "profiles/other"
+    assert by_name["gateway"].environment["TEDISERVE_GATEWAY_PORT"] == "8123"
+    assert by_name["agent"].environment["TEDISERVE_AGENT_WORKERS"] == "3"
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    policy = RestartPolicy()
+    pauses = [policy.ended(1, ran_s=0.5) for _ in range(8)]
+    assert pauses == [Restart(after_s) for after_s in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE_S, LONGEST_PAUSE_S)]
+
+
+def test_an_end_after_steady_work_counts_as_the_first() -> None:
+    policy = RestartPolicy()
+    for _ in range(5):
+        policy.ended(-9, ran_s=0.0)
+    assert policy.ended(-9, ran_s=STEADY_S) == Restart(0.1)
+    assert policy.ended(-9, ran_s=0.0) == Restart(0.2)
+
+
+def test_a_wrong_configuration_is_not_tried_again() -> None:
+    assert RestartPolicy().ended(2, ran_s=0.3) == GiveUp("its configuration is wrong")
+
+
+@given(st.lists(st.tuples(st.integers(-64, 255).filter(lambda code: code != 2), st.floats(0, 1e6)), max_size=1200))
+def test_whatever_the_history_a_process_starts_again_within_the_longest_pause(ends: list[tuple[int, float]]) -> None:
+    policy = RestartPolicy()
+    for exit_code, ran_s in ends:
+        decision = policy.ended(exit_code, ran_s)
+        assert isinstance(decision, Restart)
+        assert 0 < decision.after_s <= LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("PORT", "0"), ("PORT", "66000"), ("NATS_PORT", "8000"), ("WORKERS", "0"), ("WORKERS", "x")]
+)
+def test_wrong_settings_are_refused_by_name(setting: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=setting.lower()):
+        load_section(UpConfig, "up", {f"TEDISERVE_UP_{setting}": value})
