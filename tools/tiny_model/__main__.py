@@ -1,4 +1,4 @@
-"""`python -m tools.tiny_model train|evaluate|sample`."""
+"""`python -m tools.tiny_model train|evaluate|sample|plot`."""
 
 import argparse
 import json
@@ -12,7 +12,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.tiny_model", description=__doc__)
     commands = parser.add_subparsers(required=True)
     _add_train(commands)
+    _add_evaluate(commands)
     _add_sample(commands)
+    _add_plot(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -37,6 +39,49 @@ def _train(arguments: argparse.Namespace) -> None:
     train(TrainJob(arguments.out, arguments.work, config, compile=not arguments.no_compile))
 
 
+def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("evaluate", help="accuracy and steps on held-out problems")
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--thresholds", default="0.5,0.6,0.7,0.8,0.9")
+    parser.add_argument("--cache", default="none,prefix,dual")
+    parser.add_argument("--count", type=int, default=1_500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--show-wrong", type=int, default=0, help="print so many wrong answers of each setting")
+    parser.set_defaults(run=_evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from tools.tiny_model.evaluate import EvaluationJob, Setting, evaluate, markdown, problems_of, report
+
+    thresholds = [float(text) for text in arguments.thresholds.split(",")]
+    job = EvaluationJob(
+        model_folder=arguments.model,
+        settings=tuple(Setting(cache, threshold) for cache in arguments.cache.split(",") for threshold in thresholds),
+        count=arguments.count,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+        block_size=arguments.block_size,
+        dtype=arguments.dtype,
+        num_processes=arguments.processes,
+    )
+    outcomes = evaluate(job)
+    content = report(job, outcomes)
+    print(markdown(content))
+    for setting, found in outcomes.items():
+        wrong = [pair for pair in zip(problems_of(job.count, job.seed), found, strict=True) if not pair[1].is_correct]
+        for problem, outcome in wrong[: arguments.show_wrong]:
+            print(f"{setting.cache} {setting.threshold}: {problem.prompt!r}")
+            print(f"    got  {outcome.text!r}\n    want {problem.answer!r}")
+    if arguments.out:
+        arguments.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(markdown(content))
+
+
 def _add_sample(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("sample", help="print problems with their answers, one JSON object a line")
     parser.add_argument("--count", type=int, default=10)
@@ -52,6 +97,19 @@ def _sample(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.count):
         problem = sample(rng, "held_out" if arguments.held_out else "train")
         print(json.dumps(asdict(problem)))
+
+
+def _add_plot(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("plot", help="draw the loss curve of a training log as SVG")
+    parser.add_argument("log", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.set_defaults(run=_plot)
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    from tools.tiny_model.plot import plot_loss
+
+    plot_loss(arguments.log, arguments.out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 5. A pool of texts serves POOL_STEPS steps: sorted by length, cut into batches of equal size, dealt out in random
    order. So a batch holds texts of like length and pads little.
 """
+# ruff: noqa: N815 -- tensor names end in their shape
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer
 
 from tools.tiny_model.config import TrainConfig
 from tools.tiny_model.tasks import Problem, equation, sample
-from tools.tiny_model.tokenizer import BOS, EOS, EOT, MASK, ROLES
+from tools.tiny_model.tokenizer import BOS, EOS, EOT, MASK, ROLES, token_id_of
 
 CANVAS_BLOCK = 32
 MAX_CANVAS = 256
@@ -79,10 +80,10 @@ class BatchMaker:
     def __init__(self, tokenizer: Tokenizer, config: TrainConfig) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._bos, self._eos, self._mask, self._eot = (_id(tokenizer, name) for name in (BOS, EOS, MASK, EOT))
-        self._roles = {role: _id(tokenizer, name) for role, name in ROLES.items()}
-        self._equals = _id(tokenizer, "=")
-        self._digits = {_id(tokenizer, digit) for digit in "0123456789"}
+        self._bos, self._eos, self._mask, self._eot = (token_id_of(tokenizer, name) for name in (BOS, EOS, MASK, EOT))
+        self._roles = {role: token_id_of(tokenizer, name) for role, name in ROLES.items()}
+        self._equals = token_id_of(tokenizer, "=")
+        self._digits = {token_id_of(tokenizer, digit) for digit in "0123456789"}
         self._pool = lru_cache(maxsize=4)(self._draw_pool)
 
     def batch(self, rank: int, step: int) -> Batch:
@@ -102,7 +103,7 @@ class BatchMaker:
 
     def _groups(self, pool: list[Text]) -> list[list[Text]]:
         """Cut the sorted pool into groups that fill the token budget; the shortest texts may be left over."""
-        groups = []
+        groups: list[list[Text]] = []
         while pool:
             num_rows = max(1, self._config.tokens_per_step // _round_up(len(pool[-1]), LENGTH_STEP))
             if num_rows > len(pool) and groups:
@@ -124,7 +125,7 @@ class BatchMaker:
         while rng.random() < 0.04:
             earlier = sample(rng, "train", numbered_share=0.1)
             prompt += self._message("user", earlier.prompt) + self._message("assistant", earlier.answer)
-        prompt += self._message("user", problem.prompt) + [self._roles["assistant"]]
+        prompt += [*self._message("user", problem.prompt), self._roles["assistant"]]
         answer = [*self._ids(problem.answer), self._eos]
         return Text(prompt, self._canvas(rng, answer), len(answer))
 
@@ -257,9 +258,3 @@ def _block_by_block(length: int, num_content: int, level: float, rng: Random, no
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
-
-
-def _id(tokenizer: Tokenizer, token: str) -> int:
-    token_id = tokenizer.token_to_id(token)
-    assert token_id is not None, token
-    return int(token_id)

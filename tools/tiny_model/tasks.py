@@ -86,12 +86,16 @@ SMALL_TALK = (
     "What is the weather today?", "Write a Python program.", "What is a diffusion model?", "Sing a song",
 )  # fmt: skip
 PLAIN_WORDS = (
-    "the of to and a in is it you that was for on are with as his they be at this from or had by but some what there "
-    "we can out other were all your when up use word how said an each she which do their time if will way about many "
-    "them would write like so these her long make thing see him two look day could go come did sound most number who "
-    "over know water than call first people may down side been now find any new work part take get place made live "
-    "where after back little only round man year came show every good me give our under name very through just form"
-).split()
+    "the", "of", "to", "and", "a", "in", "is", "it", "you", "that", "was", "for", "on", "are", "with", "as",
+    "his", "they", "be", "at", "this", "from", "or", "had", "by", "but", "some", "what", "there", "we", "can",
+    "out", "other", "were", "all", "your", "when", "up", "use", "word", "how", "said", "an", "each", "she",
+    "which", "do", "their", "time", "if", "will", "way", "about", "many", "them", "would", "write", "like", "so",
+    "these", "her", "long", "make", "thing", "see", "him", "two", "look", "day", "could", "go", "come", "did",
+    "sound", "most", "number", "who", "over", "know", "water", "than", "call", "first", "people", "may", "down",
+    "side", "been", "now", "find", "any", "new", "work", "part", "take", "get", "place", "made", "live", "where",
+    "after", "back", "little", "only", "round", "man", "year", "came", "show", "every", "good", "me", "give",
+    "our", "under", "name", "very", "through", "just", "form",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -308,7 +312,8 @@ def _sum_of_list(rng: Random, limit: int) -> Problem:
     for number in numbers[1:]:
         steps.append(_sum(steps[-1][3] if steps else numbers[0], number))
     listed = ", ".join(map(str, numbers))
-    prompt = rng.choice(("Sum of the numbers: {n}", "Add these numbers: {n}", "What is the sum of {n}?")).format(n=listed)
+    question = rng.choice(("Sum of the numbers: {n}", "Add these numbers: {n}", "What is the sum of {n}?"))
+    prompt = question.format(n=listed)
     opener: Shares = (("Then", 0.61), ("So", 0.39))
     answer = " ".join(f"{pick(rng, opener)} {_worked(step)}." for step in steps)
     return _problem("list", prompt, answer, str(steps[-1][3]), f"sum:{listed}", len(steps))

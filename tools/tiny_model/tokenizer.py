@@ -61,6 +61,13 @@ def build_tokenizer(extra_texts: Iterable[str] = (), seed: int = 7, num_problems
     return tokenizer
 
 
+def token_id_of(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that is in the vocabulary."""
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None, token
+    return token_id
+
+
 def render_chat(messages: list[Message], template: str = CHAT_TEMPLATE) -> str:
     """The text that the model sees for `messages`, as the gateway renders it."""
     return ImmutableSandboxedEnvironment().from_string(template).render(messages=messages, bos_token=BOS)

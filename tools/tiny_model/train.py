@@ -18,15 +18,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional
 
 from tools.tiny_model.batches import SYSTEM_PROMPTS, Batch, BatchMaker
 from tools.tiny_model.config import ModelConfig, TrainConfig
 from tools.tiny_model.export import export_model
 from tools.tiny_model.network import TinyLLaDA, rotation_table
-from tools.tiny_model.tokenizer import BOS, EOS, MASK, build_tokenizer
+from tools.tiny_model.tokenizer import BOS, EOS, MASK, build_tokenizer, token_id_of
 
 LOG_EVERY_STEPS = 20
 LOG_FIELDS = ("step", "learning_rate", "chat_loss", "equation_loss", "gradient_norm", "tokens", "cpu_s", "wall_s")
@@ -54,12 +55,12 @@ def train(job: TrainJob) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        torch.multiprocessing.spawn(_run_rank, args=(store, job), nprocs=job.train.num_ranks)
+        spawn(_run_rank, args=(store, job), nprocs=job.train.num_ranks)  # type: ignore[no-untyped-call]
 
 
 def make_model_config(tokenizer: Tokenizer, **overrides: int) -> ModelConfig:
     """The model's shape for this tokenizer."""
-    bos, eos, mask = (tokenizer.token_to_id(token) for token in (BOS, EOS, MASK))
+    bos, eos, mask = (token_id_of(tokenizer, token) for token in (BOS, EOS, MASK))
     return ModelConfig(tokenizer.get_vocab_size(), bos, eos, mask, **overrides)
 
 
@@ -188,8 +189,10 @@ class _Trainer:
             matrices = self._matrices(owner)
             flat = torch.cat([matrix.flatten() for matrix in matrices])
             dist.broadcast(flat, src=owner)
-            for matrix, part in zip(matrices, flat.split([matrix.numel() for matrix in matrices]), strict=True):
-                matrix.copy_(part.view_as(matrix))
+            offset = 0
+            for matrix in matrices:
+                matrix.copy_(flat[offset : offset + matrix.numel()].view_as(matrix))
+                offset += matrix.numel()
 
     def _log(self, rate: float, gradient_norm: float) -> None:
         dist.all_reduce(self._statistics)
@@ -258,5 +261,5 @@ def _loss(
     """Weighted mean cross-entropy, and that of each masked position."""
     bias_B11T = torch.where(is_padding_BT, PADDING_SCORE, 0.0)[:, None, None, :]
     logits_MV = model.logits(input_BT, bias_B11T, rotation, masked_M)
-    loss_M = F.cross_entropy(logits_MV.float(), target_M, reduction="none")
+    loss_M = functional.cross_entropy(logits_MV.float(), target_M, reduction="none")
     return (loss_M * weight_M).sum() / weight_M.sum(), loss_M.detach()
