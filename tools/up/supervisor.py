@@ -72,6 +72,7 @@ class Supervisor:
             self._children[process.name] = child
             self._write_status()
             exit_code = await child.wait()
+            self.show_new_lines()  # first why, then that
             match policy.ended(exit_code, ran_s=clock() - started_at):
                 case GiveUp(reason):
                     raise GivenUp(process.name, reason, self._logs[process.name].path)
