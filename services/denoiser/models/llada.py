@@ -59,6 +59,18 @@ class LladaConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"and be a multiple of n_kv_heads = {self.num_kv_heads}"
             )
 
+        for name, ids in (("mask_token_id", (self.mask_token_id,)), ("eos_token_id", self.eos_ids)):
+            if not all(0 <= token_id < self.vocab_rows for token_id in ids):
+                raise ValueError(
+                    f"config.json: {name} = {getattr(self, name)} is not among the {self.vocab_rows} tokens"
+                )
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: one in published checkpoints, a list is taken too."""
+        ids = self.eos_token_id
+        return tuple(ids) if isinstance(ids, list) else (ids,)
+
     @property
     def num_kv_heads(self) -> int:
         """Key heads; left out of the file, each query head has its own."""
@@ -76,7 +88,6 @@ class LladaConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def shape(self, architecture: str) -> ModelShape:
         """The model in numbers."""
-        eos = self.eos_token_id
         return ModelShape(
             architecture=architecture,
             vocab_size=self.vocab_rows,
@@ -86,7 +97,7 @@ class LladaConfig(msgspec.Struct, frozen=True, kw_only=True):
             head_dim=self.d_model // self.n_heads,
             max_positions=self.max_sequence_length,
             mask_id=self.mask_token_id,
-            eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+            eos_ids=self.eos_ids,
         )
 
 

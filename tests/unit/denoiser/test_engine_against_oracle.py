@@ -102,7 +102,14 @@ def assert_same(steps: list[RequestStep], output: list[int], expected: Decoded) 
 
 
 def tokens_of(step: RequestStep) -> tuple[Any, ...]:
-    return step.kind, step.block_index, step.step_in_block, step.commits.positions, step.commits.token_ids, step.finished
+    return (
+        step.kind,
+        step.block_index,
+        step.step_in_block,
+        step.commits.positions,
+        step.commits.token_ids,
+        step.finished,
+    )
 
 
 def engine_of(model: Model, **config: Any) -> Engine:
