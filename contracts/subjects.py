@@ -102,7 +102,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
     Channel("sched.drain", m.DrainNotice, "request", ("worker",), ("scheduler",)),
     Channel("report.*", m.Report, "publish", ("worker",), ("scheduler",)),
-    Channel("status.instance.*", m.InstanceStatus, "publish", ("worker",), ("scheduler", "gateway")),
+    Channel("status.instance.*", m.InstanceStatus, "publish", ("worker",), ("scheduler", "gateway", "agent")),
     Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler",)),
     Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ()),
     Channel("status.gateway.*", m.GatewayStatus, "publish", ("gateway",), ("scheduler",)),

@@ -1,0 +1,67 @@
+"""`python -m services.denoiser worker | agent | profile`."""
+
+import argparse
+import os
+import sys
+from functools import partial
+
+from services import runtime
+from services.denoiser.config import AgentConfig, WorkerConfig
+from services.settings import ConfigError, load_section
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m services.denoiser", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("worker", help="one instance of the model; settings: [worker]")
+    commands.add_parser("agent", help="the supervisor of a node's workers; settings: [agent]")
+    profile = commands.add_parser("profile", help="measure step latencies and write the profile's latency.json")
+    profile.add_argument("--profile", default="profiles/tiny-cpu", help="profile folder (default: %(default)s)")
+    profile.add_argument("--quick", action="store_true", help="fewer sizes and repeats: a rough curve in seconds")
+    arguments = parser.parse_args()
+    try:
+        match arguments.command:
+            case "worker":
+                run_worker()
+            case "agent":
+                run_agent()
+            case "profile":
+                run_profiler(arguments.profile, quick=arguments.quick)
+    except ConfigError as error:
+        print(f"{arguments.command}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# torch is imported late: an agent needs none, and a worker is tied to its agent before it loads.
+
+
+def run_worker() -> None:
+    from services.denoiser.agent import AGENT_PID
+    from services.denoiser.lifeline import tie_to_parent
+
+    if agent_pid := os.environ.get(AGENT_PID):
+        tie_to_parent(int(agent_pid))
+    config = load_section(WorkerConfig, "worker")
+    from services.denoiser.worker import serve
+
+    # A thread that wants the interpreter gets it after this long; the default of 5 ms is a whole step.
+    sys.setswitchinterval(0.0005)
+    name = f"worker {config.instance_id}".strip()
+    runtime.main(name, partial(serve, config=config), metrics_port=config.metrics_port)
+
+
+def run_agent() -> None:
+    from services.denoiser.agent import serve
+
+    config = load_section(AgentConfig, "agent")
+    runtime.main("agent", partial(serve, config=config), metrics_port=config.metrics_port)
+
+
+def run_profiler(folder: str, *, quick: bool) -> None:
+    from services.denoiser.profiler import profile_latency
+
+    profile_latency(folder, quick=quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""From a profile to an engine that is ready: device, threads, size of the K/V pool, first passes.
+
+The pool holds what the profile names; where it names nothing, what `max_requests` of the longest canvases take, as far
+as the free memory allows.
+"""
+
+import os
+
+import torch
+
+from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
+from services.denoiser.kv_pool import kv_bytes_per_token
+from services.denoiser.loader import load_model
+from services.denoiser.models.base import Model
+from services.denoiser.worker_policy import Instance
+from services.profile import Profile
+from services.settings import ConfigError
+
+# Of the free memory; the rest is for activations, logits and, on a CPU, everybody else.
+_POOL_SHARE = {"cuda": 0.8, "cpu": 0.25}
+_MAX_RECOMPUTE_TOKENS = 2048  # of recompute steps in one pass, as long as one fits
+
+
+def build_engine(profile: Profile) -> Engine:
+    """Loads the profile's model and runs its first passes. Raises ConfigError."""
+    torch.set_num_threads(profile.engine.threads)
+    model = load_profile_model(profile)
+    engine = Engine(model, config=engine_config(profile, model))
+    warm_up(engine)
+    return engine
+
+
+def load_profile_model(profile: Profile) -> Model:
+    """The profile's model on its device. Raises ConfigError."""
+    section = profile.engine
+    try:
+        return load_model(profile.weights_folder, device=choose_device(section.device), dtype=section.dtype)
+    except ValueError as error:
+        raise ConfigError(f"cannot load the model: {error}") from error
+
+
+def choose_device(wanted: str) -> str:
+    """The torch device for `auto`, `cpu` or `cuda`. Raises ConfigError."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('engine.device: "cuda" is not available here; use "auto" or "cpu"')
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted
+
+
+def engine_config(profile: Profile, model: Model) -> EngineConfig:
+    """The engine's sizes. Raises ConfigError where not even one canvas fits."""
+    section = profile.engine
+    kv_tokens = section.kv_tokens or _affordable_kv_tokens(profile, model)
+    longest = min(profile.limits.max_context_tokens, model.shape.max_positions)
+    if kv_tokens < longest:
+        raise ConfigError(f"a K/V pool of {kv_tokens} tokens does not hold one canvas of {longest}")
+    return EngineConfig(
+        kv_budget_tokens=kv_tokens,
+        max_requests=section.max_requests,
+        max_batch_tokens=section.max_pass_tokens,
+        max_recompute_tokens=min(section.max_pass_tokens, _MAX_RECOMPUTE_TOKENS),
+    )
+
+
+def _affordable_kv_tokens(profile: Profile, model: Model) -> int:
+    shape = model.shape
+    bytes_per_token = kv_bytes_per_token(
+        num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=model.dtype
+    )
+    most = profile.engine.max_requests * profile.limits.max_context_tokens
+    affordable = int(_free_memory(model.device) * _POOL_SHARE[model.device.type]) // bytes_per_token
+    return max(1, min(most, affordable))
+
+
+def _free_memory(device: torch.device) -> int:
+    """In bytes."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not on every system
+        return 2 << 30
+
+
+def warm_up(engine: Engine) -> None:
+    """A recompute and a cache step of a small canvas, so that the first request finds the kernels loaded."""
+    shape = engine.model.shape
+    token_id = next(i for i in range(shape.vocab_size) if i != shape.mask_id)
+    engine.admit(
+        Job(
+            request_id="warm-up",
+            prompt_ids=[token_id] * 8,
+            max_tokens=8,
+            block_size=8,
+            choice=Threshold(1.0),
+            ignore_eos=True,
+        )
+    )
+    for _ in range(2):
+        engine.step()
+    engine.remove("warm-up")
+
+
+def describe(engine: Engine, profile: Profile, *, instance_id: str, node_id: str, drain_limit_s: float) -> Instance:
+    """What the worker's policy has to know of it."""
+    shape = engine.model.shape
+    return Instance(
+        instance_id=instance_id,
+        node_id=node_id,
+        model=profile.model,
+        kv_tokens=engine.config.kv_budget_tokens,
+        max_requests=engine.config.max_requests,
+        max_canvas_tokens=min(shape.max_positions, profile.limits.max_context_tokens),
+        vocab_size=shape.vocab_size,
+        mask_id=shape.mask_id,
+        eos_ids=frozenset(shape.eos_ids),
+        drain_limit_s=drain_limit_s,
+    )

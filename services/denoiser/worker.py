@@ -1,0 +1,307 @@
+"""A worker: one instance of the model on the bus. Says what its policy decides and does what it commands.
+
+Two threads: the hot loop with the engine (`hot_loop.py`), and this one with everything else. They meet in the loop's
+two queues only, so neither NATS nor a slow reader ever delays a step.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from contracts import messages as m
+from contracts import subjects
+from contracts.codec import MalformedMessage
+from services.bus import BusTimeout, NoResponder, StreamFull, trace_parent
+from services.costs import LatencyProfile, load_latency
+from services.denoiser.config import WorkerConfig, default_node_id, fresh_instance_id
+from services.denoiser.engine import Engine
+from services.denoiser.hot_loop import HotLoop, News, Pass
+from services.denoiser.instance import build_engine, describe
+from services.denoiser.worker_policy import (
+    Admit,
+    Answer,
+    AskToDrain,
+    Assigned,
+    DrainAnswered,
+    Drop,
+    Exit,
+    GiveUp,
+    LetGo,
+    PassTimed,
+    Stepped,
+    StopAsked,
+    Stored,
+    Tick,
+    Turn,
+    WorkerCommand,
+    WorkerEvent,
+    WorkerPolicy,
+    Write,
+    WriteOverdue,
+    WriteRefused,
+)
+from services.profile import Profile, load_profile
+from services.progress import Overtaken, write_record
+from services.runtime import Runtime, every
+
+logger = logging.getLogger(__name__)
+
+_MS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+STEP = Histogram("tediserve_worker_step_seconds", "One step of the engine, all of it", buckets=_MS)
+OVERHEAD = Histogram(
+    "tediserve_worker_step_overhead_seconds", "From step to step, outside forward pass and commit", buckets=_MS
+)
+TOKENS = Counter("tediserve_worker_tokens_committed", "Tokens committed")
+REFUSED = Counter("tediserve_worker_refused", "Assignments and releases refused", ["reason"])
+DROPPED = Counter("tediserve_worker_dropped", "Requests dropped before their end", ["reason"])
+GIVEN_UP = Counter("tediserve_worker_records_given_up", "Last records that could not be stored before their expiry")
+RUNNING = Gauge("tediserve_worker_requests_running", "Requests in the engine")
+HELD = Gauge("tediserve_worker_requests_held", "Requests held, those with a last record to be stored included")
+
+_WRITE_LIMIT_S = 5.0  # then the newest record takes the place of the one that could not be stored
+_DRAIN_ASK_LIMIT_S = 1.0
+_TICK_S = 0.2
+_STOP_LIMIT_S = 5.0
+
+
+async def serve(runtime: Runtime, config: WorkerConfig) -> None:
+    """Loads the model, then works until asked to stop. Raises ConfigError, and whatever the engine raises."""
+    await Worker(runtime, config, load_profile(config.profile)).run()
+
+
+class Worker:
+    """The I/O around the policy."""
+
+    def __init__(self, runtime: Runtime, config: WorkerConfig, profile: Profile) -> None:
+        self._runtime, self._bus, self._config, self._profile = runtime, runtime.bus, config, profile
+        self._loop = asyncio.get_running_loop()
+        self._latency = _latency_profile(profile)
+        self._engine: asyncio.Future[Engine] = self._loop.create_future()
+        self._exit: asyncio.Future[None] = self._loop.create_future()  # done: leave; an exception: the engine failed
+        self._news = asyncio.Event()
+        self._reportable = asyncio.Event()
+        self._hot_loop = HotLoop(
+            functools.partial(build_engine, profile),
+            on_ready=lambda engine: self._from_hot_loop(self._engine.set_result, engine),
+            on_news=lambda: self._from_hot_loop(self._news.set),
+            on_failure=lambda error: self._from_hot_loop(self._fail, error),
+            threads=profile.engine.threads,
+            hand_over_every_s=config.report_every_ms / 1e3,
+        )
+        self._policy: WorkerPolicy  # made once the engine says how large it is
+
+    async def run(self) -> None:
+        """Until drained after a stop was asked for. Raises what the engine raised."""
+        stop_asked = asyncio.create_task(self._runtime.until_stopped())
+        self._hot_loop.start()
+        try:
+            await self._first_of(self._engine, stop_asked)
+            if not stop_asked.done():
+                await self._begin(self._engine.result())
+                await self._first_of(stop_asked)
+                self._handle(StopAsked())
+                await self._publish_status()
+                await self._exit
+        finally:
+            stop_asked.cancel()
+            self._hot_loop.stop(_STOP_LIMIT_S)
+
+    async def _first_of(self, *awaited: asyncio.Future[Any]) -> None:
+        """Waits for one of them. Raises what made the worker fail."""
+        await asyncio.wait({*awaited, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+        for future in (self._exit, *awaited):
+            if future.done():
+                future.result()
+
+    async def _begin(self, engine: Engine) -> None:
+        instance_id = self._config.instance_id or fresh_instance_id(self._config.node_id or default_node_id())
+        instance = describe(
+            engine,
+            self._profile,
+            instance_id=instance_id,
+            node_id=self._config.node_id or default_node_id(),
+            drain_limit_s=self._config.drain_limit_s,
+        )
+        self._policy = WorkerPolicy(instance, self._latency)
+        bus = self._bus
+        await bus.respond(subjects.assign(instance_id), m.Assign, self._on_assign)
+        await bus.respond(subjects.release(instance_id), m.Release, self._on_release)
+        await bus.subscribe(subjects.thresholds(instance_id), m.Thresholds, self._on_hint)
+        await bus.subscribe("cancel.*", m.Cancel, self._on_hint)
+        await bus.subscribe(subjects.STATUS_ASK, m.StatusAsk, self._on_status_ask)
+        await bus.flush()  # whoever hears our first status can reach us
+        self._runtime.spawn(self._hear_engine(), name="engine news")
+        self._runtime.spawn(self._say_reports(), name="reports")
+        self._runtime.spawn(every(self._config.status_every_s, self._publish_status), name="status")
+        self._runtime.spawn(every(_TICK_S, self._tick), name="clock")
+        logger.info(
+            "ready: %s on %s, %d K/V tokens, up to %d requests",
+            instance.model,
+            engine.model.device,
+            instance.kv_tokens,
+            instance.max_requests,
+        )
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: WorkerEvent) -> m.Accepted | m.Refused | None:
+        """Carries out what the policy commands; the answer, if there is one."""
+        reply = None
+        try:
+            for command in self._policy.handle(event, time.monotonic()):
+                if isinstance(command, Answer):
+                    reply = command.reply
+                self._carry_out(command)
+        except Exception as error:  # our books are wrong: a fresh process starts from what is stored
+            self._fail(error)
+            raise
+        return reply
+
+    async def _on_assign(self, assign: m.Assign) -> m.Accepted | m.Refused | None:
+        return self._handle(Assigned(assign=assign, wall=time.time(), trace=trace_parent.get()))
+
+    async def _on_release(self, release: m.Release) -> m.Accepted | m.Refused | None:
+        return self._handle(release)
+
+    def _on_hint(self, hint: m.Thresholds | m.Cancel) -> None:
+        self._handle(hint)
+
+    def _on_status_ask(self, _: m.StatusAsk) -> None:
+        self._runtime.spawn(self._publish_status(), name="status asked for")
+
+    async def _tick(self) -> None:
+        self._handle(Tick())
+        RUNNING.set(self._policy.num_running)
+        HELD.set(self._policy.num_held)
+
+    async def _hear_engine(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            for news in self._hot_loop.take():
+                self._hear(news)
+            self._reportable.set()
+
+    def _hear(self, news: News) -> None:
+        if not isinstance(news, Pass):
+            self._handle(news)
+            return
+        result = news.result
+        STEP.observe(result.total_s)
+        if news.overhead_s is not None:
+            OVERHEAD.observe(news.overhead_s)
+        rows = {"recompute": 0, "cache": 0}
+        for step in result.requests:
+            rows[step.kind] += step.num_rows
+            TOKENS.inc(len(step.commits.positions))
+            assert step.threshold is not None, "we admit no job with another rule"
+            self._handle(
+                Stepped(
+                    run_id=step.request_id,
+                    kind=step.kind,
+                    block_index=step.block_index,
+                    threshold=step.threshold,
+                    positions=step.commits.positions,
+                    token_ids=step.commits.token_ids,
+                    confidences=step.commits.confidences,
+                    block_done=step.block_done,
+                    finish=step.finished or "",
+                    left=step.request_id in news.left,
+                    started=news.started,
+                    ended=news.ended,
+                )
+            )
+        self._handle(PassTimed(recompute_tokens=rows["recompute"], cache_tokens=rows["cache"], seconds=result.total_s))
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, command: WorkerCommand) -> None:
+        match command:
+            case Answer(reply=m.Refused() as refused):
+                REFUSED.labels(refused.reason).inc()
+                logger.info("refused: %s %s", refused.reason, refused.detail)
+            case Answer():
+                pass  # the caller replies
+            case Admit() | Turn() | LetGo():
+                self._hot_loop.tell(command)
+            case Drop():
+                DROPPED.labels(command.reason).inc()
+                logger.info("dropped %s: %s", command.run_id, command.reason)
+                self._hot_loop.tell(command)
+            case Write():
+                self._runtime.spawn(self._write(command), name=f"record of {command.run_id}")
+            case AskToDrain():
+                self._runtime.spawn(self._ask_to_drain(), name="drain notice")
+            case GiveUp():
+                GIVEN_UP.inc()
+                logger.error("the last record of %s could not be stored before it expired", command.request_id)
+            case Exit():
+                logger.info("leaving: %s, %d requests left behind", command.reason, command.held)
+                if not self._exit.done():
+                    self._exit.set_result(None)
+            case _:
+                assert_never(command)
+
+    async def _write(self, write: Write) -> None:
+        trace_parent.set(write.trace)
+        try:
+            seq = await write_record(self._bus, write.record, after_seq=write.after_seq, limit_s=_WRITE_LIMIT_S)
+        except Overtaken as overtaken:
+            found = overtaken.found
+            self._handle(
+                WriteRefused(
+                    run_id=write.run_id, found=found and found.message, seq=found.seq if found is not None else 0
+                )
+            )
+        except (BusTimeout, StreamFull) as error:
+            logger.warning("record of %s not stored yet: %s", write.record.request_id, error)
+            await asyncio.sleep(_TICK_S)  # StreamFull is said at once
+            self._handle(WriteOverdue(run_id=write.run_id))
+        else:
+            self._handle(Stored(run_id=write.run_id, record=write.record, seq=seq))
+
+    async def _ask_to_drain(self) -> None:
+        notice = m.DrainNotice(instance_id=self._policy.instance.instance_id)
+        agreed = False
+        with contextlib.suppress(BusTimeout, NoResponder, MalformedMessage):
+            await self._bus.request(subjects.DRAIN, notice, m.Accepted, limit_s=_DRAIN_ASK_LIMIT_S)
+            agreed = True
+        self._handle(DrainAnswered(agreed=agreed))
+
+    # --- what it says ---------------------------------------------------------------------------------------------
+
+    async def _publish_status(self) -> None:
+        status = self._policy.status(time.time())
+        await self._bus.publish(subjects.instance_status(status.instance_id), status)
+
+    async def _say_reports(self) -> None:
+        """Apart from hearing the engine: a full socket delays reports, never records. Newer news joins the next one."""
+        subject = subjects.report(self._policy.instance.instance_id)
+        while True:
+            await self._reportable.wait()
+            self._reportable.clear()
+            if report := self._policy.take_report(time.time()):
+                await self._bus.publish(subject, report)
+
+    # --- the hot loop's thread ------------------------------------------------------------------------------------
+
+    def _from_hot_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits for it any more
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._exit.done():
+            self._exit.set_exception(error)
+
+
+def _latency_profile(profile: Profile) -> LatencyProfile | None:
+    if not profile.latency_file.exists():
+        logger.warning("no latency profile at %s: this instance's drift is not measured", profile.latency_file)
+        return None
+    return load_latency(profile.latency_file)
