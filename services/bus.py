@@ -122,11 +122,13 @@ class Bus:
         self._js = client.jetstream(timeout=2.0)
         self._settings = settings
         self._logged: set[str] = set()
+        self._on_reconnected: list[Callable[[], None]] = []
 
     @classmethod
     async def connect(cls, settings: NatsSettings, name: str) -> "Bus":
         """Connects, waiting up to `connect_limit_s`. Raises BusTimeout."""
         client = Client()
+        bus = cls(client, settings)
 
         async def on_error(error: Exception) -> None:
             if isinstance(error, nats.errors.SlowConsumerError):
@@ -143,6 +145,8 @@ class Bus:
         async def on_reconnected() -> None:
             RECONNECTS.inc()
             logger.warning("connection to NATS re-made")
+            for handler in bus._on_reconnected:
+                handler()
 
         try:
             async with asyncio.timeout(settings.connect_limit_s):
@@ -163,11 +167,15 @@ class Bus:
                 )
         except TimeoutError:
             raise BusTimeout(f"no NATS at {settings.url} within {settings.connect_limit_s:g} s") from None
-        return cls(client, settings)
+        return bus
 
     @property
     def connected(self) -> bool:
         return bool(self._client.is_connected)
+
+    def on_reconnected(self, handler: Callable[[], None]) -> None:
+        """Calls `handler` each time after a lost connection has been re-made."""
+        self._on_reconnected.append(handler)
 
     async def close(self) -> None:
         """Delivers what is buffered and handled, within 5 s, then closes."""

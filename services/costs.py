@@ -112,10 +112,8 @@ class Resident(NamedTuple):
     output_tokens_left: int  # from the start of its current block to the canvas's end: the prefix cache's window
 
 
-def mean_step_ms(
-    profile: LatencyProfile, tp_degree: int, residents: Iterable[Resident], steps_per_block: float
-) -> float:
-    """Expected latency, in milliseconds, of a pass over these residents (rule 3)."""
+def mean_pass_tokens(residents: Iterable[Resident], steps_per_block: float) -> tuple[float, float]:
+    """Tokens of recompute steps and of cache steps that these residents put, on average, into a pass (rule 3)."""
     recompute_tokens = cache_tokens = 0.0
     for resident in residents:
         if resident.cache == "none":
@@ -124,4 +122,11 @@ def mean_step_ms(
         window = resident.block_size if resident.cache == "dual" else resident.output_tokens_left
         recompute_tokens += resident.canvas_tokens / steps_per_block
         cache_tokens += window * (1 - 1 / steps_per_block)
-    return profile.step_ms(tp_degree, recompute_tokens, cache_tokens)
+    return recompute_tokens, cache_tokens
+
+
+def mean_step_ms(
+    profile: LatencyProfile, tp_degree: int, residents: Iterable[Resident], steps_per_block: float
+) -> float:
+    """Expected latency, in milliseconds, of a pass over these residents (rule 3)."""
+    return profile.step_ms(tp_degree, *mean_pass_tokens(residents, steps_per_block))

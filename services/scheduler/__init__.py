@@ -1,0 +1,1 @@
+"""Which instance runs which request: one scheduler acts, others stand by. `policy.py` decides."""

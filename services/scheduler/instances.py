@@ -1,0 +1,110 @@
+"""What an instance holds, and what one request more would cost it. Pure.
+
+1. The scheduler's own view counts: what it has assigned and not seen end. What a status lists beyond that (an old
+   holder that has not noticed yet) takes room too, until the next status.
+2. An instance holds at most `max_requests` requests and `kv_tokens` tokens of canvas.
+3. The price is the mean step latency with the request added, times the instance's measured over profiled latency,
+   kept between 0.5 and 4. A TP degree that was not profiled costs what the next lower profiled one does.
+"""
+
+from collections.abc import Iterable
+
+from contracts.messages import GenerateRequest, Held, InstanceStatus
+from services.costs import LatencyProfile, Resident, mean_pass_tokens
+
+_LATENCY_RATIO_BOUNDS = (0.5, 4.0)
+
+
+def resident_of(request: GenerateRequest | Held, blocks_done: int, num_blocks: int) -> Resident:
+    """How a request weighs after `blocks_done` blocks."""
+    return Resident(
+        canvas_tokens=request.canvas_tokens,
+        block_size=request.block_size,
+        cache=request.cache,
+        output_tokens_left=max(1, num_blocks - blocks_done) * request.block_size,
+    )
+
+
+def clamp_ratio(ratio: float) -> float:
+    low, high = _LATENCY_RATIO_BOUNDS
+    return min(max(ratio, low), high)
+
+
+class Instance:
+    """One instance. It exists from the first sign of it; it can be given work once its status is known (`heard`)."""
+
+    def __init__(self, instance_id: str, now: float) -> None:
+        self.id = instance_id
+        self.seen_at = now  # last sign of life
+        self.heard = False
+        self.draining = False
+        self.closed_until = 0.0  # it refused or did not get an assignment: nothing new before then
+        self.latency_ratio = 1.0
+        self.model = ""
+        self.tp_degree = 1
+        self.max_requests = 0
+        self.kv_tokens = 0
+        self.residents: dict[str, Resident] = {}  # by request id: the scheduler's own view
+        self.foreign: list[Resident] = []  # listed by the last status, but not ours
+        self._tokens = 0
+        self._load: tuple[float, float] | None = None  # mean_pass_tokens of all; None: to be computed anew
+
+    def note_status(self, status: InstanceStatus) -> None:
+        self.heard = True
+        self.draining = self.draining or status.draining  # nobody comes back from draining
+        self.closed_until = 0.0
+        self.latency_ratio = clamp_ratio(status.latency_ratio)
+        self.model = status.model
+        self.tp_degree = status.tp_degree
+        self.max_requests = status.max_requests
+        self.kv_tokens = status.kv_tokens
+
+    def hold(self, request_id: str, resident: Resident) -> None:
+        """Adds the request, or notes how far it is."""
+        self._tokens += resident.canvas_tokens - self._tokens_of(request_id)
+        self.residents[request_id] = resident
+        self._load = None
+
+    def drop(self, request_id: str) -> None:
+        self._tokens -= self._tokens_of(request_id)
+        self.residents.pop(request_id, None)
+        self._load = None
+
+    def set_foreign(self, foreign: list[Resident]) -> None:
+        if foreign != self.foreign:
+            self.foreign = foreign
+            self._load = None
+
+    def _tokens_of(self, request_id: str) -> int:
+        resident = self.residents.get(request_id)
+        return resident.canvas_tokens if resident else 0
+
+    @property
+    def tokens(self) -> int:
+        """Canvas tokens held."""
+        return self._tokens + sum(resident.canvas_tokens for resident in self.foreign)
+
+    def room(self, now: float) -> int:
+        """The largest canvas, in tokens, that it can take now; 0 for none."""
+        if not self.heard or self.draining or now < self.closed_until:
+            return 0
+        if len(self.residents) + len(self.foreign) >= self.max_requests:
+            return 0
+        return max(0, self.kv_tokens - self.tokens)
+
+    def step_ms_with(self, load: tuple[float, float], latency: LatencyProfile, steps_per_block: float) -> float:
+        """Mean step latency, in milliseconds, with a request of that `mean_pass_tokens` added (rule 3)."""
+        if self._load is None:
+            self._load = mean_pass_tokens([*self.residents.values(), *self.foreign], steps_per_block)
+        recompute_tokens, cache_tokens = self._load
+        degree = profiled_degree(self.tp_degree, latency.degrees)
+        return self.latency_ratio * latency.step_ms(degree, recompute_tokens + load[0], cache_tokens + load[1])
+
+    def check_invariants(self) -> None:
+        assert self._tokens == sum(resident.canvas_tokens for resident in self.residents.values())
+
+
+def profiled_degree(tp_degree: int, degrees: Iterable[int]) -> int:
+    """The highest profiled TP degree that is not above, or else the lowest."""
+    known = sorted(degrees)
+    return max((degree for degree in known if degree <= tp_degree), default=known[0])

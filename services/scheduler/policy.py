@@ -1,0 +1,909 @@
+"""Which instance runs which request, and what becomes of a request whose instance is lost.
+
+The open requests are what REQUESTS holds, less those whose record is final. In the order the code applies them:
+
+1. The record in PROGRESS is the truth. Whoever it names as holder holds the request; a final one ends it: the holder is
+   told (if somebody else ended it) and the request is purged. An unreadable record shuts its holder out: a loss.
+2. A fresh scheduler first reads both streams, then asks for statuses, and places nothing before every holder has
+   reported and no request waits, or `adoption_grace_s` has passed. A request that an instance reports at its current
+   attempt is adopted from there.
+3. An instance that its agent saw exit, or without a sign of life for `instance_silent_s`, is lost. So is a request that
+   its instance has neither listed nor written about for that long, or whose assignment went unanswered for that long.
+4. For a lost request the record `released` with attempt + 1 is written, which shuts the old holder out; once it stands,
+   the request waits again. Lost `max_attempts` times, it fails as `worker_lost`.
+5. A request whose time limit passed `expiry_margin_s` ago fails as `expired`. A gateway without a sign of life for
+   `gateway_silent_s` loses its requests, the detached ones excepted: cancelled as `gateway_lost`.
+   A record that got in between is built upon, unless it is final, or the record was to tell of a loss.
+6. A request for another model than the profile's fails as `unknown_model`, one that no instance could ever hold as
+   `too_long`; without any instance, all wait.
+7. The others wait in one queue (`waiting.py`). The first that fits goes to the instance with room whose step latency
+   with it added is lowest (`instances.py`); ties: fewest tokens held, since a flat latency profile would pile
+   everything on one; then lowest id. Draining instances get nothing.
+8. Smaller requests may overtake one that fits nowhere now. After `max_overtakes` of them, the instance with most room
+   among those that could hold it is kept for it.
+9. An unanswered assignment is repeated to the same instance: it may have been accepted. Refused or certainly not
+   delivered: the request may go elsewhere at the same attempt, and the instance gets nothing before its next status or
+   `retry_s`. Refused as `stale_epoch`: another scheduler acts, so this one must stop.
+"""
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from msgspec.structs import replace
+
+from contracts import messages as m
+from contracts.messages import GenerateRequest, InstanceStatus, ProgressRecord
+from services.costs import LatencyProfile, Resident, mean_pass_tokens
+from services.profile import Profile
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.instances import Instance, clamp_ratio, resident_of
+from services.scheduler.waiting import Rank, WaitingQueue, rank_of
+
+_MAX_PAST = 4096  # records of requests that are not open, kept for those whose request arrives after them
+_MAX_GONE = 4096  # ids of instances that exited, kept for statuses that arrive after the news
+
+
+# --- events: all times are seconds of the clock whose reading is `now` --------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSeen:
+    """A request lies in REQUESTS at that sequence."""
+
+    request: GenerateRequest
+    seq: int
+    arrived_at: float
+    expires_at: float
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSeen:
+    """A record lies in PROGRESS at that sequence: read there, or just written by this scheduler."""
+
+    record: ProgressRecord
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordUnreadable:
+    """Something that is no record lies in PROGRESS in a record's place."""
+
+    gateway_id: str
+    request_id: str
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOvertaken:
+    """A WriteRecord was refused. `found`: the record that stands, or None if none could be read."""
+
+    request_id: str
+    after_seq: int
+    found: RecordSeen | None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteUnanswered:
+    """A WriteRecord got no answer within its limit; it may have been stored."""
+
+    request_id: str
+    after_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """All that was stored when this scheduler began has been handled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusSeen:
+    status: InstanceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSeen:
+    instance_id: str
+    latency_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceExited:
+    """Its agent saw the process exit. No other will ever have its id."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySeen:
+    gateway_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssignAnswered:
+    """What came of a SendAssign. `undelivered`: nobody listened; `unanswered`: it may have been accepted."""
+
+    instance_id: str
+    request_id: str
+    attempt: int
+    answer: m.Accepted | m.Refused | Literal["undelivered", "unanswered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnected:
+    """This scheduler could hear nobody for a while: all silence counts from now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A time that a WakeAt asked for has come; harmless at any other."""
+
+
+Event: TypeAlias = (
+    RequestSeen
+    | RecordSeen
+    | RecordUnreadable
+    | WriteOvertaken
+    | WriteUnanswered
+    | CaughtUp
+    | StatusSeen
+    | ReportSeen
+    | InstanceExited
+    | DrainAsked
+    | GatewaySeen
+    | AssignAnswered
+    | Reconnected
+    | Tick
+)
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+AssignReason: TypeAlias = Literal["new", "released", "worker_lost", "unanswered"]
+WriteReason: TypeAlias = Literal["worker_lost", "expired", "gateway_lost", "too_long", "unknown_model", "engine_error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SendAssign:
+    """Offer the assignment to the instance; AssignAnswered follows."""
+
+    instance_id: str
+    assign: m.Assign
+    reason: AssignReason
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecord:
+    """Store the record (its `written_at` is to be filled); RecordSeen, WriteOvertaken or WriteUnanswered follows."""
+
+    record: ProgressRecord
+    after_seq: int
+    reason: WriteReason
+
+
+@dataclass(frozen=True, slots=True)
+class Purge:
+    """Remove the request from REQUESTS, however often it takes."""
+
+    request_id: str
+    reason: Literal["finished", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Tell whoever holds the request that its record is final."""
+
+    request_id: str
+    reason: Literal["ended_elsewhere", "accepted_too_late", "still_listed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do but to know: the request has joined the queue."""
+
+    request_id: str
+    reason: Literal["no_instance", "no_room"]
+
+
+@dataclass(frozen=True, slots=True)
+class AskStatus:
+    """Ask everybody how they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Send a Tick at that time. A later WakeAt names an earlier time, or follows the Tick."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StandDown:
+    """Stop acting at once: a scheduler with a higher epoch acts."""
+
+    reason: Literal["stale_epoch"] = "stale_epoch"
+
+
+Command: TypeAlias = SendAssign | WriteRecord | Purge | SendCancel | Wait | AskStatus | WakeAt | StandDown
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open request. It takes room on `instance_id` from its assignment on."""
+
+    request: GenerateRequest
+    rank: Rank
+    expires_at: float
+    load: tuple[float, float]  # mean_pass_tokens of it
+    phase: Literal["waiting", "assigning", "running", "writing"] = "waiting"
+    attempt: int = 1
+    record: ProgressRecord | None = None
+    record_seq: int = 0
+    instance_id: str = ""
+    assigned_at: float = 0.0
+    maybe_held: bool = False  # assigning: a try of this assignment went unanswered
+    evidence_at: float = 0.0  # running: when its instance last showed that it holds it
+    pending: WriteRecord | None = None  # writing: the write under way
+    overtaken: int = 0  # waiting: placements of later ones while it was the first that did not fit
+    refused_by: set[str] = field(default_factory=set)  # instances that can never hold it
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def canvas_tokens(self) -> int:
+        return self.request.canvas_tokens
+
+    @property
+    def resident(self) -> Resident:
+        blocks_done = self.record.blocks_done if self.record else 0
+        return resident_of(self.request, blocks_done, self.request.num_blocks)
+
+    @property
+    def is_ending(self) -> bool:
+        return self.phase == "writing" and self.pending is not None and self.pending.record.is_final
+
+
+_Alarm: TypeAlias = Literal["assign", "expiry", "gateway", "instance", "room", "settle", "write"]
+
+
+class Scheduler:
+    """Event in, commands out. `epoch` is this scheduler's term."""
+
+    def __init__(self, config: SchedulerConfig, profile: Profile, latency: LatencyProfile, epoch: int) -> None:
+        self.config = config
+        self.epoch = epoch
+        self._profile = profile
+        self._latency = latency
+        self._open: dict[str, _Open] = {}
+        self._queue = WaitingQueue()
+        self._instances: dict[str, Instance] = {}
+        self._gateways: dict[str, float] = {}  # by id: last sign of life
+        self._of_gateway: dict[str, dict[str, _Open]] = {}
+        self._past: OrderedDict[str, RecordSeen] = OrderedDict()
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._caught_up = False
+        self._settled = False  # rule 2 is done with
+        self._kept: tuple[str, str] | None = None  # rule 8: request, instance
+        self._room_changed = False  # something may fit that did not
+        self._joined: list[str] = []  # to the queue, in this `handle`
+        self._alarms: list[tuple[float, _Alarm, str]] = []  # a heap; what they are for is checked when they ring
+        self._wake_at: float | None = None
+        self._commands: list[Command] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def num_waiting(self) -> dict[str, int]:
+        """Requests in the queue, by what they wait for."""
+        counts = {"starting": 0, "no_instance": 0, "no_room": 0}
+        reason = "starting" if not self._settled else "no_room" if self._serving() else "no_instance"
+        counts[reason] = len(self._queue)
+        return counts
+
+    def num_instances(self) -> int:
+        """Those that can be given requests, the draining ones included."""
+        return len(self._serving())
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        self._apply(event, now)
+        self._settle_if_due(now)
+        if self._settled:
+            self._place_waiting(now)
+            self._tell_who_waits()
+        self._wake_for_alarms()
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _apply(self, event: Event, now: float) -> None:
+        match event:
+            case ReportSeen():
+                self._note_report(event, now)
+            case RecordSeen():
+                self._note_record(event, now)
+            case RequestSeen():
+                self._note_request(event, now)
+            case AssignAnswered():
+                self._note_answer(event, now)
+            case StatusSeen():
+                self._note_status(event.status, now)
+            case Tick():
+                self._ring_alarms(now)
+            case GatewaySeen():
+                self._note_gateway(event.gateway_id, now)
+            case InstanceExited():
+                self._note_exit(event.instance_id, now)
+            case DrainAsked():
+                if event.instance_id in self._instances:
+                    self._instances[event.instance_id].draining = True
+            case RecordUnreadable():
+                self._note_unreadable(event, now)
+            case WriteOvertaken():
+                self._note_overtaken(event, now)
+            case WriteUnanswered():
+                self._note_write_unanswered(event)
+            case CaughtUp():
+                self._note_caught_up(now)
+            case Reconnected():
+                self._restart_silence(now)
+
+    def _do(self, command: Command) -> None:
+        self._commands.append(command)
+
+    # --- requests and their records -------------------------------------------------------------------------------
+
+    def _note_request(self, event: RequestSeen, now: float) -> None:
+        request = event.request
+        if request.request_id in self._open:
+            return
+        rank = rank_of(
+            priority=request.priority,
+            arrived_at=min(event.arrived_at, now),
+            deadline=event.deadline,
+            seq=event.seq,
+            ageing_s=self.config.ageing_s,
+        )
+        resident = resident_of(request, 0, request.num_blocks)
+        load = mean_pass_tokens([resident], self._profile.decoding.steps_per_block)
+        open_ = _Open(request, rank, event.expires_at, load)
+        self._open[open_.id] = open_
+        self._of_gateway.setdefault(request.gateway_id, {})[open_.id] = open_
+        self._note_gateway(request.gateway_id, now)
+        self._set_alarm(event.expires_at + self.config.expiry_margin_s, "expiry", open_.id)
+        self._enqueue(open_)
+        past = self._past.get(open_.id)
+        if past is not None:
+            self._note_record(past, now)
+        elif self._settled:
+            self._refuse_if_hopeless(open_)
+
+    def _note_record(self, event: RecordSeen, now: float) -> None:
+        record = event.record
+        open_ = self._open.get(record.request_id)
+        if open_ is None:
+            _remember(self._past, record.request_id, event, _MAX_PAST)
+            return
+        if record.gateway_id != open_.request.gateway_id or event.seq <= open_.record_seq:
+            return
+        open_.record, open_.record_seq = record, event.seq
+        if record.is_final:
+            self._close(open_, event)
+            return
+        ending = open_.pending
+        self._follow_record(open_, record, now)
+        if ending is not None and ending.record.is_final and ending.reason != "worker_lost":
+            self._write(open_, ending.record.state, ending.reason)  # rule 5: built upon what got in between
+
+    def _follow_record(self, open_: _Open, record: ProgressRecord, now: float) -> None:
+        """Rule 1: the request stands where its record, which is not final, says."""
+        open_.attempt = record.attempt
+        if record.state == "released" or not record.holder:
+            self._detach(open_)
+            self._enqueue(open_)
+        elif record.holder in self._gone:
+            self._lose(open_)
+        else:
+            self._attach(open_, record.holder, now)
+            self._instances[record.holder].seen_at = now
+
+    def _close(self, open_: _Open, final: RecordSeen) -> None:
+        record = final.record
+        assert record.state in ("finished", "cancelled", "failed")
+        if open_.instance_id and record.holder != open_.instance_id:
+            self._do(SendCancel(open_.id, "ended_elsewhere"))
+        self._detach(open_)
+        self._leave_queue(open_)
+        del self._open[open_.id]
+        of_gateway = self._of_gateway[open_.request.gateway_id]
+        del of_gateway[open_.id]
+        if not of_gateway:
+            del self._of_gateway[open_.request.gateway_id]
+        _remember(self._past, open_.id, final, _MAX_PAST)
+        self._room_changed = True  # also where it only waited: an instance may have been kept for it
+        self._do(Purge(open_.id, record.state))
+
+    def _note_unreadable(self, event: RecordUnreadable, now: float) -> None:
+        open_ = self._open.get(event.request_id)
+        if open_ is None or event.gateway_id != open_.request.gateway_id or event.seq <= open_.record_seq:
+            return
+        open_.record_seq = event.seq
+        if open_.phase == "writing":
+            self._write_again(open_)
+        elif open_.phase != "waiting":
+            self._lose(open_)
+
+    # --- writing records ------------------------------------------------------------------------------------------
+
+    def _lose(self, open_: _Open) -> None:
+        """Rule 4."""
+        self._detach(open_)
+        if open_.attempt < self.config.max_attempts:
+            self._write(open_, "released", "worker_lost", attempt=open_.attempt + 1)
+        else:
+            self._write(open_, "failed", "worker_lost")
+
+    def _write(self, open_: _Open, state: m.State, reason: WriteReason, attempt: int | None = None) -> None:
+        """Writes on top of the last record, keeping what was achieved."""
+        request = open_.request
+        last = open_.record or ProgressRecord(
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            attempt=open_.attempt,
+            state="running",
+            prompt_tokens=len(request.prompt_ids),
+            created_at=request.created_at,
+            deadline_at=request.deadline_at,
+            fingerprint=request.fingerprint,
+        )
+        record = replace(
+            last,
+            attempt=attempt or open_.attempt,
+            state=state,
+            holder="",
+            epoch=self.epoch,
+            reason=reason,
+            written_at=0.0,
+        )
+        self._leave_queue(open_)
+        open_.phase = "writing"
+        open_.pending = WriteRecord(record, open_.record_seq, reason)
+        self._do(open_.pending)
+
+    def _write_again(self, open_: _Open) -> None:
+        assert open_.pending is not None
+        record = open_.pending.record
+        self._write(open_, record.state, open_.pending.reason, record.attempt)
+
+    def _note_overtaken(self, event: WriteOvertaken, now: float) -> None:
+        if event.found is not None:
+            self._note_record(event.found, now)
+        open_ = self._open.get(event.request_id)
+        if open_ is None or open_.phase != "writing" or open_.record_seq != event.after_seq:
+            return
+        # what stands could not be read, or an older copy was: try again once the stream may have told
+        if event.found is None:
+            open_.record_seq = 0
+        self._set_alarm(now + self.config.assign_limit_s, "write", open_.id)
+
+    def _note_write_unanswered(self, event: WriteUnanswered) -> None:
+        open_ = self._open.get(event.request_id)
+        if open_ is not None and open_.pending is not None and open_.pending.after_seq == event.after_seq:
+            self._write_again(open_)
+
+    # --- instances ------------------------------------------------------------------------------------------------
+
+    def _note_report(self, event: ReportSeen, now: float) -> None:
+        instance = self._instances.get(event.instance_id)
+        if instance is not None:
+            instance.seen_at = now
+            instance.latency_ratio = clamp_ratio(event.latency_ratio)
+
+    def _note_status(self, status: InstanceStatus, now: float) -> None:
+        if status.epoch > self.epoch:
+            self._do(StandDown())
+            return
+        if status.instance_id in self._gone:
+            return
+        instance = self._instance(status.instance_id, now)
+        is_news = not instance.heard or instance.kv_tokens != status.kv_tokens
+        instance.seen_at = now
+        instance.note_status(status)
+        self._compare_held(instance, status, now)
+        self._room_changed = True
+        if is_news and self._settled:
+            self._refuse_hopeless()
+
+    def _compare_held(self, instance: Instance, status: InstanceStatus, now: float) -> None:
+        """What the instance lists against what this scheduler believes (rules 2 and 3)."""
+        foreign = []
+        for held in status.held:
+            open_ = self._open.get(held.request_id)
+            if open_ is None:
+                if self._caught_up:
+                    self._do(SendCancel(held.request_id, "still_listed"))
+            elif open_.instance_id == instance.id:
+                self._note_held(open_, held, now)
+            elif self._may_adopt(open_, held, instance):
+                self._attach(open_, instance.id, now)
+            else:  # an old holder; the record shuts it out at its next write
+                foreign.append(resident_of(held, held.blocks_done, held.blocks_done + 1))
+        instance.set_foreign(foreign)
+        overdue_at = now - self.config.instance_silent_s
+        holds = [self._open[request_id] for request_id in instance.residents]
+        for open_ in sorted(holds, key=lambda o: o.rank.seq):
+            if open_.phase == "running" and open_.evidence_at < overdue_at:
+                self._lose(open_)
+
+    def _note_held(self, open_: _Open, held: m.Held, now: float) -> None:
+        if held.attempt == open_.attempt and open_.phase in ("assigning", "running"):
+            open_.phase = "running"
+            open_.evidence_at = now
+
+    def _may_adopt(self, open_: _Open, held: m.Held, instance: Instance) -> bool:
+        """Assigned by an earlier scheduler, and not what the instance has just given back."""
+        if open_.phase != "waiting" or held.attempt != open_.attempt:
+            return False
+        return open_.record is None or open_.record.holder != instance.id
+
+    def _note_exit(self, instance_id: str, now: float) -> None:
+        _remember(self._gone, instance_id, None, _MAX_GONE)
+        self._lose_instance(instance_id)
+
+    def _lose_instance(self, instance_id: str) -> None:
+        instance = self._instances.pop(instance_id, None)
+        if instance is None:
+            return
+        holds = [self._open[request_id] for request_id in instance.residents]
+        for open_ in sorted(holds, key=lambda o: o.rank.seq):
+            if open_.phase == "writing":
+                self._detach(open_)
+            else:
+                self._lose(open_)
+
+    def _instance(self, instance_id: str, now: float) -> Instance:
+        instance = self._instances.get(instance_id)
+        if instance is None:
+            instance = self._instances[instance_id] = Instance(instance_id, now)
+            self._set_alarm(now + self.config.instance_silent_s, "instance", instance_id)
+        return instance
+
+    def _attach(self, open_: _Open, instance_id: str, now: float) -> None:
+        """The instance holds the request, as far as anybody knows."""
+        if open_.instance_id != instance_id:
+            self._detach(open_)
+        self._leave_queue(open_)
+        open_.phase = "running"
+        open_.pending = None
+        open_.instance_id = instance_id
+        open_.evidence_at = now
+        self._instance(instance_id, now).hold(open_.id, open_.resident)
+
+    def _detach(self, open_: _Open) -> None:
+        instance = self._instances.get(open_.instance_id)
+        if instance is not None:
+            instance.drop(open_.id)
+            self._room_changed = True
+        open_.instance_id = ""
+
+    # --- the queue and placement ----------------------------------------------------------------------------------
+
+    def _enqueue(self, open_: _Open) -> None:
+        self._leave_queue(open_)
+        open_.phase = "waiting"
+        open_.pending = None
+        self._queue.add(open_.rank, open_.id)
+        self._joined.append(open_.id)
+        self._room_changed = True
+
+    def _leave_queue(self, open_: _Open) -> None:
+        if self._queue.holds(open_.rank, open_.id):
+            self._queue.remove(open_.rank, open_.id)
+
+    def _tell_who_waits(self) -> None:
+        for request_id in self._joined:
+            open_ = self._open.get(request_id)
+            if open_ is not None and open_.phase == "waiting":
+                self._do(Wait(request_id, "no_room" if self._serving() else "no_instance"))
+        self._joined.clear()
+
+    def _refuse_hopeless(self) -> None:
+        for request_id in list(self._queue):
+            self._refuse_if_hopeless(self._open[request_id])
+
+    def _refuse_if_hopeless(self, open_: _Open) -> None:
+        """Rule 6."""
+        if open_.request.model != self._profile.model:
+            self._write(open_, "failed", "unknown_model")
+            return
+        largest_kv = max((i.kv_tokens for i in self._serving() if i.id not in open_.refused_by), default=0)
+        most = min(self._profile.limits.max_context_tokens, self._profile.engine.kv_tokens or largest_kv)
+        if any(self._serving()) and (not largest_kv or open_.canvas_tokens > most):
+            self._write(open_, "failed", "too_long")
+
+    def _serving(self) -> list[Instance]:
+        return [i for i in self._instances.values() if i.heard and i.model == self._profile.model]
+
+    def _place_waiting(self, now: float) -> None:
+        """Rules 7 and 8."""
+        if not self._room_changed:
+            return
+        self._room_changed = False
+        if not len(self._queue):
+            return
+        self._place_kept(now)
+        first_blocked: _Open | None = None
+        room = self._largest_room(now)
+        for request_id in list(self._queue):
+            if room <= 0:
+                return
+            open_ = self._open[request_id]
+            if now >= open_.expires_at:
+                continue
+            instance = self._cheapest(open_, now) if open_.canvas_tokens <= room else None
+            if instance is None:
+                first_blocked = first_blocked or open_
+                continue
+            self._assign(open_, instance, now)
+            if first_blocked is not None:
+                self._count_overtaking(first_blocked)
+            room = self._largest_room(now)
+
+    def _place_kept(self, now: float) -> None:
+        """The request that an instance is kept for comes first, wherever it fits."""
+        if self._kept is None:
+            return
+        open_, instance = self._open.get(self._kept[0]), self._instances.get(self._kept[1])
+        if open_ is None or open_.phase != "waiting" or now >= open_.expires_at:
+            self._kept = None
+            return
+        if instance is None or instance.draining or instance.id in open_.refused_by:
+            self._kept = None
+        cheapest = self._cheapest(open_, now)
+        if cheapest is not None:
+            self._kept = None
+            self._assign(open_, cheapest, now)
+
+    def _count_overtaking(self, blocked: _Open) -> None:
+        if self._kept is not None:
+            return
+        blocked.overtaken += 1
+        if blocked.overtaken < self.config.max_overtakes:
+            return
+        could_hold = [
+            i
+            for i in self._serving()
+            if i.kv_tokens >= blocked.canvas_tokens and not i.draining and i.id not in blocked.refused_by
+        ]
+        if could_hold:
+            self._kept = blocked.id, min(could_hold, key=lambda i: (i.tokens - i.kv_tokens, i.id)).id
+
+    def _open_to(self, request_id: str) -> list[Instance]:
+        """The instances that are not kept for another request."""
+        if self._kept is None or self._kept[0] == request_id:
+            return self._serving()
+        return [instance for instance in self._serving() if instance.id != self._kept[1]]
+
+    def _largest_room(self, now: float) -> int:
+        """The largest canvas, in tokens, that fits somewhere now."""
+        return max((instance.room(now) for instance in self._open_to("")), default=0)
+
+    def _cheapest(self, open_: _Open, now: float) -> Instance | None:
+        steps_per_block = self._profile.decoding.steps_per_block
+        fitting = [
+            instance
+            for instance in self._open_to(open_.id)
+            if instance.room(now) >= open_.canvas_tokens and instance.id not in open_.refused_by
+        ]
+        return min(
+            fitting,
+            key=lambda i: (i.step_ms_with(open_.load, self._latency, steps_per_block), i.tokens, i.id),
+            default=None,
+        )
+
+    def _assign(self, open_: _Open, instance: Instance, now: float) -> None:
+        self._leave_queue(open_)
+        open_.phase = "assigning"
+        open_.instance_id = instance.id
+        open_.assigned_at = now
+        open_.maybe_held = False
+        open_.overtaken = 0
+        instance.hold(open_.id, open_.resident)
+        if open_.record is None:
+            self._send_assign(open_, "new")
+        else:
+            self._send_assign(open_, "worker_lost" if open_.record.reason == "worker_lost" else "released")
+
+    def _send_assign(self, open_: _Open, reason: AssignReason) -> None:
+        pin = open_.request.threshold
+        assign = m.Assign(
+            epoch=self.epoch,
+            attempt=open_.attempt,
+            request=open_.request,
+            threshold=self._profile.decoding.threshold if pin is None else pin,
+            resume=open_.record,
+            from_seq=open_.record_seq,
+        )
+        self._do(SendAssign(open_.instance_id, assign, reason))
+
+    def _note_answer(self, event: AssignAnswered, now: float) -> None:
+        """Rule 9."""
+        open_ = self._open.get(event.request_id)
+        if open_ is None:
+            if isinstance(event.answer, m.Accepted):
+                self._do(SendCancel(event.request_id, "accepted_too_late"))
+            return
+        is_current = (open_.instance_id, open_.attempt) == (event.instance_id, event.attempt)
+        instance = self._instances.get(event.instance_id)
+        if instance is None or open_.phase != "assigning" or not is_current:
+            return
+        match event.answer:
+            case m.Accepted():
+                instance.seen_at = now
+                open_.phase = "running"
+                open_.evidence_at = now
+            case m.Refused(reason=reason):
+                instance.seen_at = now
+                self._note_refusal(open_, instance, reason, now)
+            case "undelivered" if not open_.maybe_held:
+                self._take_back(open_, instance, now)
+            case "undelivered":  # an earlier try may have been accepted; this one came back at once
+                self._set_alarm(now + self.config.assign_limit_s, "assign", open_.id)
+            case "unanswered":
+                open_.maybe_held = True
+                self._repeat_assign(open_, now)
+
+    def _note_refusal(self, open_: _Open, instance: Instance, reason: str, now: float) -> None:
+        match reason:
+            case "stale_epoch":
+                self._do(StandDown())
+            case "bad_request":
+                self._detach(open_)
+                self._write(open_, "failed", "engine_error")
+            case "too_long":
+                open_.refused_by.add(instance.id)
+                self._detach(open_)
+                self._enqueue(open_)
+                self._refuse_if_hopeless(open_)
+            case "draining":
+                instance.draining = True
+                self._take_back(open_, instance, now)
+            case _:
+                self._take_back(open_, instance, now)
+
+    def _take_back(self, open_: _Open, instance: Instance, now: float) -> None:
+        """Certainly not accepted: it may go elsewhere, and the instance gets nothing for a moment."""
+        self._detach(open_)
+        instance.closed_until = now + self.config.retry_s
+        self._set_alarm(instance.closed_until, "room", instance.id)
+        self._enqueue(open_)
+
+    def _repeat_assign(self, open_: _Open, now: float) -> None:
+        if now - open_.assigned_at > self.config.instance_silent_s:
+            self._lose(open_)
+        else:
+            self._send_assign(open_, "unanswered")
+
+    # --- start, time and silence ----------------------------------------------------------------------------------
+
+    def _note_caught_up(self, now: float) -> None:
+        self._caught_up = True
+        self._restart_silence(now)
+        self._set_alarm(now + self.config.adoption_grace_s, "settle", "")
+        self._do(AskStatus())
+
+    def _settle_if_due(self, now: float) -> None:
+        """Rule 2, where nobody is missing. The alarm `settle` does it else."""
+        if self._settled or not self._caught_up or len(self._queue):
+            return
+        if all(instance.heard for instance in self._instances.values() if instance.residents):
+            self._settle()
+
+    def _settle(self) -> None:
+        self._settled = True
+        self._room_changed = True
+        self._refuse_hopeless()
+
+    def _restart_silence(self, now: float) -> None:
+        for instance in self._instances.values():
+            instance.seen_at = now
+        for gateway_id in self._gateways:
+            self._gateways[gateway_id] = now
+        for open_ in self._open.values():
+            open_.evidence_at = now
+
+    def _note_gateway(self, gateway_id: str, now: float) -> None:
+        if gateway_id not in self._gateways:
+            self._set_alarm(now + self.config.gateway_silent_s, "gateway", gateway_id)
+        self._gateways[gateway_id] = now
+
+    def _set_alarm(self, at: float, alarm: _Alarm, key: str) -> None:
+        heapq.heappush(self._alarms, (at, alarm, key))
+
+    def _wake_for_alarms(self) -> None:
+        if not self._caught_up or not self._alarms:
+            return
+        if self._wake_at is None or self._alarms[0][0] < self._wake_at:
+            self._wake_at = self._alarms[0][0]
+            self._do(WakeAt(self._wake_at))
+
+    def _ring_alarms(self, now: float) -> None:
+        if not self._caught_up:  # rule 2: what is known so far is no ground to act on
+            return
+        self._wake_at = None
+        while self._alarms and self._alarms[0][0] <= now:
+            _, alarm, key = heapq.heappop(self._alarms)
+            match alarm:
+                case "instance":
+                    self._check_instance(key, now)
+                case "gateway":
+                    self._check_gateway(key, now)
+                case "settle":
+                    self._settle()
+                case "room":
+                    self._room_changed = True
+                case "assign" | "expiry" | "write":
+                    if key in self._open:
+                        self._check_request(self._open[key], alarm, now)
+
+    def _check_instance(self, instance_id: str, now: float) -> None:
+        instance = self._instances.get(instance_id)
+        if instance is None:
+            return
+        lost_at = instance.seen_at + self.config.instance_silent_s
+        if lost_at > now:
+            self._set_alarm(lost_at, "instance", instance_id)
+        else:
+            self._lose_instance(instance_id)
+
+    def _check_gateway(self, gateway_id: str, now: float) -> None:
+        lost_at = self._gateways[gateway_id] + self.config.gateway_silent_s
+        if lost_at > now:
+            self._set_alarm(lost_at, "gateway", gateway_id)
+            return
+        del self._gateways[gateway_id]
+        theirs = self._of_gateway.get(gateway_id, {}).values()
+        for open_ in sorted(theirs, key=lambda o: o.rank.seq):
+            if not open_.request.detached and not open_.is_ending:
+                self._write(open_, "cancelled", "gateway_lost")
+
+    def _check_request(self, open_: _Open, alarm: Literal["assign", "expiry", "write"], now: float) -> None:
+        if alarm == "expiry" and not open_.is_ending:
+            self._write(open_, "failed", "expired")
+        elif alarm == "assign" and open_.phase == "assigning":
+            self._repeat_assign(open_, now)
+        elif alarm == "write" and open_.phase == "writing":
+            self._write_again(open_)
+
+    # --- for tests ------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        self._queue.check_invariants()
+        waiting = {id_ for id_, o in self._open.items() if o.phase == "waiting"}
+        assert set(self._queue) == waiting
+        for open_ in self._open.values():
+            assert (open_.pending is not None) == (open_.phase == "writing")
+            assert open_.phase in ("waiting", "writing") or open_.instance_id
+            assert not open_.instance_id or open_.id in self._instances[open_.instance_id].residents
+            assert open_.phase != "waiting" or not open_.instance_id
+        for instance in self._instances.values():
+            instance.check_invariants()
+            assert all(self._open[id_].instance_id == instance.id for id_ in instance.residents)
+        assert not self._commands
+
+
+def _remember(kept: OrderedDict, key: str, value: object, most: int) -> None:  # type: ignore[type-arg]
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)

@@ -1,0 +1,334 @@
+"""The scheduler's I/O: what is heard becomes events, what the policy says is carried out.
+
+1. The lease comes first: a scheduler that stands by reads nothing. One that has lost it ends with exit code 3.
+2. Statuses are heard before the streams are read, and REQUESTS is read before PROGRESS: a final record that is seen has
+   its request seen before, or purged.
+3. Events are handled one after the other, where they arrive. Commands that wait for an answer are tasks of their own.
+4. After a cut, or after this process itself stood still, everybody's silence counts anew.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from prometheus_client import Counter, Gauge, Histogram
+
+from contracts import messages as m
+from contracts import subjects
+from contracts.codec import MalformedMessage
+from services.bus import Bus, BusTimeout, NoResponder, trace_parent
+from services.costs import load_latency
+from services.lease import Lease, LeaseLost
+from services.profile import load_profile
+from services.progress import Overtaken, subject_of, write_record
+from services.runtime import Runtime, Stop, new_id
+from services.scheduler import policy as p
+from services.scheduler.config import SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+COMMANDS = Counter("tediserve_scheduler_commands", "Decisions, by their reason", ["command", "reason"])
+ANSWERS = Counter("tediserve_scheduler_assign_answers", "What came of assignments", ["answer"])
+ATTEMPTS = Counter("tediserve_scheduler_placements", "Assignments accepted, by attempt", ["attempt"])
+OVERTAKEN = Counter("tediserve_scheduler_overtaken_writes", "Records that were refused since another one stood")
+DECISION_S = Histogram(
+    "tediserve_scheduler_decision_seconds",
+    "Time that the policy took over one event",
+    buckets=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),
+)
+OPEN = Gauge("tediserve_scheduler_open_requests", "Open requests")
+WAITING = Gauge("tediserve_scheduler_waiting_requests", "Open requests that no instance holds", ["reason"])
+INSTANCES = Gauge("tediserve_scheduler_instances", "Live instances of the profile's model")
+SKEW_S = Gauge(
+    "tediserve_scheduler_clock_skew_seconds", "Instance's clock minus ours, at its last status", ["instance"]
+)
+
+_WRITE_LIMIT_S = 2.0
+_PURGE_PAUSE_S = 0.2
+_CATCH_UP_LIMIT_S = 60.0
+_BEAT_S = 0.25  # of the check that this process has not stood still
+_STOOD_STILL_S = 1.0
+_SKEW_LIMIT_S = 0.05
+_LOUD = (p.StandDown, p.WriteRecord)  # commands that an operator should see; the others are for debugging
+
+
+def make_serve(config: SchedulerConfig) -> Callable[[Runtime], Awaitable[None]]:
+    """The service with its profile read. Raises ConfigError."""
+    profile = load_profile(Path(config.profile))
+    latency = load_latency(profile.latency_file)
+
+    async def serve(runtime: Runtime) -> None:
+        lease = Lease(runtime.bus, new_id("sched"))
+        if not await _acquire(lease, runtime):
+            return
+        logger.info("acting, epoch %d", lease.epoch)
+        runtime.spawn(_keep(lease), name="lease")
+        scheduler = p.Scheduler(config, profile, latency, lease.epoch)
+        service = SchedulerService(runtime, scheduler, config)
+        await service.start()
+        try:
+            await runtime.until_stopped()
+        finally:
+            service.stop()
+        await runtime.cancel_tasks()
+        await lease.give_up()
+
+    return serve
+
+
+async def _acquire(lease: Lease, runtime: Runtime) -> bool:
+    """False: asked to stop while standing by."""
+    acquiring = asyncio.create_task(lease.acquire())
+    stopping = asyncio.create_task(runtime.stopping.wait())
+    logger.info("waiting for the lease")
+    try:
+        await asyncio.wait({acquiring, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if acquiring.done():
+            acquiring.result()
+            return True
+        return False
+    finally:
+        acquiring.cancel()
+        stopping.cancel()
+
+
+async def _keep(lease: Lease) -> None:
+    try:
+        await lease.keep()
+    except LeaseLost as error:
+        raise Stop(3, f"lease lost: {error}") from None
+
+
+class SchedulerService:
+    """Feeds one policy object. `start` returns when it decides; `stop` makes it deaf."""
+
+    def __init__(self, runtime: Runtime, scheduler: p.Scheduler, config: SchedulerConfig) -> None:
+        self._runtime = runtime
+        self._bus: Bus = runtime.bus
+        self._scheduler = scheduler
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = False
+        self._skewed: set[str] = set()  # instances whose clock has been warned about
+        self._traces: dict[str, str] = {}  # trace parents of open requests
+
+    async def start(self) -> None:
+        """Raises BusTimeout, TimeoutError."""
+        bus = self._bus
+        bus.on_reconnected(lambda: self._handle(p.Reconnected()))
+        await bus.subscribe("status.instance.*", m.InstanceStatus, self._on_status)
+        await bus.subscribe("report.*", m.Report, self._on_report)
+        await bus.subscribe("status.lost.*", m.InstanceLost, self._on_lost)
+        await bus.subscribe("status.gateway.*", m.GatewayStatus, self._on_gateway)
+        requests = await bus.follow(
+            subjects.REQUESTS,
+            "req.*",
+            m.GenerateRequest,
+            self._on_request,
+            on_malformed=self._on_malformed_request,
+            subject_of=lambda request: subjects.request(request.request_id),
+        )
+        await requests.caught_up(_CATCH_UP_LIMIT_S)
+        progress = await bus.follow(
+            subjects.PROGRESS,
+            "prog.*.*",
+            m.ProgressRecord,
+            lambda record, seq: self._handle(p.RecordSeen(record, seq)),
+            on_malformed=self._on_malformed_record,
+            subject_of=subject_of,
+        )
+        await progress.caught_up(_CATCH_UP_LIMIT_S)
+        self._handle(p.CaughtUp())
+        await bus.respond(subjects.DRAIN, m.DrainNotice, self._on_drain)
+        OPEN.set_function(lambda: self._scheduler.num_open)
+        INSTANCES.set_function(self._scheduler.num_instances)
+        for reason in self._scheduler.num_waiting():
+            WAITING.labels(reason).set_function(partial(self._num_waiting, reason))
+        self._runtime.spawn(self._watch_own_silence(), name="own silence")
+
+    def _num_waiting(self, reason: str) -> int:
+        return self._scheduler.num_waiting()[reason]
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # --- what is heard --------------------------------------------------------------------------------------------
+
+    def _on_request(self, request: m.GenerateRequest, seq: int) -> None:
+        offset = self._loop.time() - time.time()  # wall clock to ours
+        deadline = None if request.deadline_at is None else request.deadline_at + offset
+        if parent := trace_parent.get():
+            self._traces[request.request_id] = parent
+        self._handle(p.RequestSeen(request, seq, request.created_at + offset, request.expires_at + offset, deadline))
+
+    def _on_malformed_request(self, subject: str, seq: int) -> None:
+        COMMANDS.labels("Purge", "malformed").inc()
+        self._spawn(self._purge(subject), "purge")
+
+    def _on_malformed_record(self, subject: str, seq: int) -> None:
+        _, gateway_id, request_id = subject.split(".")
+        self._handle(p.RecordUnreadable(gateway_id, request_id, seq))
+
+    def _on_status(self, status: m.InstanceStatus) -> None:
+        skew_s = status.sent_at - time.time()
+        SKEW_S.labels(status.instance_id).set(skew_s)
+        if abs(skew_s) > _SKEW_LIMIT_S and status.instance_id not in self._skewed:
+            self._skewed.add(status.instance_id)
+            logger.warning("clock of %s differs by %.0f ms (logged once)", status.instance_id, skew_s * 1000)
+        self._handle(p.StatusSeen(status))
+
+    def _on_report(self, report: m.Report) -> None:
+        self._handle(p.ReportSeen(report.instance_id, report.latency_ratio))
+
+    def _on_lost(self, lost: m.InstanceLost) -> None:
+        logger.warning("instance %s exited: %s", lost.instance_id, lost.detail)
+        self._handle(p.InstanceExited(lost.instance_id))
+
+    def _on_gateway(self, status: m.GatewayStatus) -> None:
+        self._handle(p.GatewaySeen(status.gateway_id))
+
+    async def _on_drain(self, notice: m.DrainNotice) -> m.Accepted:
+        self._handle(p.DrainAsked(notice.instance_id))
+        return m.Accepted()
+
+    async def _watch_own_silence(self) -> None:
+        """Rule 4: what others said meanwhile may still lie unread."""
+        while True:
+            before = self._loop.time()
+            await asyncio.sleep(_BEAT_S)
+            if self._loop.time() - before > _STOOD_STILL_S:
+                logger.warning("stood still for %.1f s", self._loop.time() - before)
+                self._handle(p.Reconnected())
+
+    def _handle(self, event: p.Event) -> None:
+        if self._stopped:
+            return
+        started = time.perf_counter()
+        commands = self._scheduler.handle(event, self._loop.time())
+        DECISION_S.observe(time.perf_counter() - started)
+        for command in commands:
+            self._carry_out(command)
+
+    # --- what is done ---------------------------------------------------------------------------------------------
+
+    def _carry_out(self, command: p.Command) -> None:
+        reason = getattr(command, "reason", "")
+        COMMANDS.labels(type(command).__name__, reason).inc()
+        if not isinstance(command, p.WakeAt):
+            logger.log(logging.INFO if isinstance(command, _LOUD) else logging.DEBUG, "%s", _Brief(command))
+        match command:
+            case p.SendAssign():
+                self._spawn(self._assign(command), "assign", command.assign.request.request_id)
+            case p.WriteRecord():
+                self._spawn(self._write(command), "write", command.record.request_id)
+            case p.Purge():
+                self._spawn(self._purge(subjects.request(command.request_id)), "purge")
+                self._traces.pop(command.request_id, None)
+            case p.SendCancel():
+                cancel = m.Cancel(request_id=command.request_id)
+                self._spawn(self._bus.publish(subjects.cancel(command.request_id), cancel), "cancel")
+            case p.AskStatus():
+                self._spawn(self._bus.publish(subjects.STATUS_ASK, m.StatusAsk()), "ask")
+            case p.WakeAt():
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = self._loop.call_at(command.at, self._handle, p.Tick())
+            case p.StandDown():
+                self.stop()
+                self._spawn(_stand_down(command.reason), "stand down")
+            case p.Wait():
+                pass
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], name: str, request_id: str = "") -> None:
+        """A task that speaks for the request: its messages carry the request's trace."""
+        trace_parent.set(self._traces.get(request_id, ""))
+        self._runtime.spawn(work, name=name)
+
+    async def _assign(self, command: p.SendAssign) -> None:
+        limit_s = self._config.assign_limit_s
+        assign = command.assign
+        earliest_repeat = self._loop.time() + limit_s
+        answer: Any
+        try:
+            answer = await self._bus.request(
+                subjects.assign(command.instance_id),
+                assign,
+                m.Accepted | m.Refused,  # type: ignore[arg-type]  # a union is a type to msgspec
+                limit_s=limit_s,
+            )
+        except NoResponder:
+            answer = "undelivered"
+        except (BusTimeout, MalformedMessage):
+            await asyncio.sleep(earliest_repeat - self._loop.time())
+            answer = "unanswered"
+        ANSWERS.labels(_label(answer)).inc()
+        if isinstance(answer, m.Accepted):
+            ATTEMPTS.labels(str(assign.attempt)).inc()
+        self._handle(p.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
+
+    async def _write(self, command: p.WriteRecord) -> None:
+        record = replace(command.record, written_at=time.time())
+        request_id, after_seq = record.request_id, command.after_seq
+        event: p.Event
+        try:
+            seq = await write_record(self._bus, record, after_seq=after_seq, limit_s=_WRITE_LIMIT_S)
+            event = p.RecordSeen(record, seq)
+        except Overtaken as overtaken:
+            OVERTAKEN.inc()
+            found = overtaken.found
+            seen = None if found is None else p.RecordSeen(found.message, found.seq)
+            event = p.WriteOvertaken(request_id, after_seq, seen)
+        except BusTimeout:
+            event = p.WriteUnanswered(request_id, after_seq)
+        self._handle(event)
+
+    async def _purge(self, subject: str) -> None:
+        while True:
+            try:
+                await self._bus.purge(subjects.REQUESTS, subject)
+                return
+            except BusTimeout as error:
+                logger.debug("purge: %s", error)
+                await asyncio.sleep(_PURGE_PAUSE_S)
+
+
+async def _stand_down(reason: str) -> None:
+    raise Stop(3, f"another scheduler acts ({reason})")
+
+
+def _label(answer: m.Accepted | m.Refused | str) -> str:
+    match answer:
+        case m.Accepted():
+            return "accepted"
+        case m.Refused():
+            return answer.reason
+        case _:
+            return answer
+
+
+class _Brief:
+    """A command as a log line, formatted only if it is wanted: never prompts or tokens."""
+
+    def __init__(self, command: p.Command) -> None:
+        self._command = command
+
+    def __str__(self) -> str:
+        command = self._command
+        match command:
+            case p.SendAssign(instance_id=instance_id, assign=assign):
+                what = f"{assign.request.request_id} to {instance_id}, attempt {assign.attempt}"
+            case p.WriteRecord(record=record):
+                what = f"{record.request_id} {record.state}, attempt {record.attempt}"
+            case p.Purge() | p.SendCancel() | p.Wait():
+                what = command.request_id
+            case _:
+                what = ""
+        return f"{type(command).__name__} {what} ({getattr(command, 'reason', '')})"
