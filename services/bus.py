@@ -140,7 +140,8 @@ class Bus:
                 logger.error("error in a handler", exc_info=error)
 
         async def on_disconnected() -> None:
-            logger.warning("connection to NATS lost")
+            if not client.is_closed:  # by ourselves
+                logger.warning("connection to NATS lost")
 
         async def on_reconnected() -> None:
             RECONNECTS.inc()

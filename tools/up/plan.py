@@ -57,6 +57,7 @@ def processes_of(config: UpConfig, nats_server: str) -> tuple[Process, ...]:
             GATEWAY_HOST=config.host,
             GATEWAY_PORT=config.port,
             GATEWAY_PROFILE=config.profile,
+            GATEWAY_DRAIN_LIMIT_S=5,  # whoever presses Ctrl-C does not wait for long
         ),
         service(
             "agent",
@@ -65,7 +66,8 @@ def processes_of(config: UpConfig, nats_server: str) -> tuple[Process, ...]:
             stop_limit_s=15.0,
             AGENT_PROFILE=config.profile,
             AGENT_WORKERS=config.workers,
-            WORKER_PROFILE=config.profile,
+            AGENT_STOP_LIMIT_S=12,
+            WORKER_DRAIN_LIMIT_S=10,
         ),
     )
 

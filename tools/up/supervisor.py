@@ -31,6 +31,7 @@ class Supervisor:
         self._status_file = folder / "up.json"
         self._say = say
         self._verbose = verbose
+        self._quiet = False
         (folder / "log").mkdir(parents=True, exist_ok=True)
         self._logs = {process.name: Log(folder / "log", process.name) for process in processes}
         self._filters = {process.name: Filter() for process in processes}
@@ -45,7 +46,9 @@ class Supervisor:
                 tasks.create_task(self._keep_running(process))
 
     async def stop(self) -> None:
-        """Ends all processes, one after another; `run` must be over."""
+        """Ends all processes, one after another; `run` must be over. What they say to it stays in the logs."""
+        self.show_new_lines()
+        self._quiet = True
         for name in STOP_ORDER:
             child = self._children.get(name)
             if child is not None and not await children.stop(child, self._processes[name].stop_limit_s):
@@ -90,7 +93,8 @@ class Supervisor:
         """Puts on the console what the logs have gained and what matters of it."""
         for name, log in self._logs.items():
             for line in log.new_lines():
-                if self._filters[name].shows(line) or self._verbose:
+                important = self._filters[name].shows(line) and not self._quiet
+                if important or self._verbose:
                     self._say(name, line)
 
     def _write_status(self) -> None:
