@@ -115,6 +115,7 @@ class SchedulerService:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
+        self._beat_at = self._loop.time()  # this process ran
         self._skewed: set[str] = set()  # instances whose clock has been warned about
         self._traces: dict[str, str] = {}  # trace parents of open requests
 
@@ -144,13 +145,13 @@ class SchedulerService:
             subject_of=subject_of,
         )
         await progress.caught_up(_CATCH_UP_LIMIT_S)
+        self._runtime.spawn(self._watch_own_silence(), name="own silence")
         self._handle(p.CaughtUp())
         await bus.respond(subjects.DRAIN, m.DrainNotice, self._on_drain)
         OPEN.set_function(lambda: self._scheduler.num_open)
         INSTANCES.set_function(self._scheduler.num_instances)
         for reason in self._scheduler.num_waiting():
             WAITING.labels(reason).set_function(partial(self._num_waiting, reason))
-        self._runtime.spawn(self._watch_own_silence(), name="own silence")
 
     def _num_waiting(self, reason: str) -> int:
         return self._scheduler.num_waiting()[reason]
@@ -200,13 +201,21 @@ class SchedulerService:
         return m.Accepted()
 
     async def _watch_own_silence(self) -> None:
-        """Rule 4: what others said meanwhile may still lie unread."""
         while True:
-            before = self._loop.time()
+            self._note_own_beat()
             await asyncio.sleep(_BEAT_S)
-            if self._loop.time() - before > _STOOD_STILL_S:
-                logger.warning("stood still for %.1f s", self._loop.time() - before)
-                self._handle(p.Reconnected())
+
+    def _note_own_beat(self) -> None:
+        """Rule 4: what others said while this process stood still may lie unread."""
+        stood_still_s = self._loop.time() - self._beat_at
+        self._beat_at = self._loop.time()
+        if stood_still_s > _STOOD_STILL_S:
+            logger.warning("stood still for %.1f s", stood_still_s)
+            self._handle(p.Reconnected())
+
+    def _tick(self) -> None:
+        self._note_own_beat()  # before silence is judged
+        self._handle(p.Tick())
 
     def _handle(self, event: p.Event) -> None:
         if self._stopped:
@@ -240,7 +249,7 @@ class SchedulerService:
             case p.WakeAt():
                 if self._timer is not None:
                     self._timer.cancel()
-                self._timer = self._loop.call_at(command.at, self._handle, p.Tick())
+                self._timer = self._loop.call_at(command.at, self._tick)
             case p.StandDown():
                 self.stop()
                 self._spawn(_stand_down(command.reason), "stand down")
