@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from services.denoiser.engine import Engine, Job, StepResult, Threshold
-from services.denoiser.worker_policy import Admit, Drop, Left, LetGo, Rejected, Turn
+from services.denoiser.worker_events import Admit, Drop, Left, LetGo, Rejected, Turn
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
 from services.denoiser.kv_pool import kv_bytes_per_token
 from services.denoiser.loader import load_model
 from services.denoiser.models.base import Model
-from services.denoiser.worker_policy import Instance
+from services.denoiser.run import Instance
 from services.profile import Profile
 from services.settings import ConfigError
 

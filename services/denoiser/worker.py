@@ -23,7 +23,7 @@ from services.denoiser.config import WorkerConfig, default_node_id, fresh_instan
 from services.denoiser.engine import Engine
 from services.denoiser.hot_loop import HotLoop, News, Pass
 from services.denoiser.instance import build_engine, describe
-from services.denoiser.worker_policy import (
+from services.denoiser.worker_events import (
     Admit,
     Answer,
     AskToDrain,
@@ -41,11 +41,11 @@ from services.denoiser.worker_policy import (
     Turn,
     WorkerCommand,
     WorkerEvent,
-    WorkerPolicy,
     Write,
     WriteOverdue,
     WriteRefused,
 )
+from services.denoiser.worker_policy import WorkerPolicy
 from services.profile import Profile, load_profile
 from services.progress import Overtaken, write_record
 from services.runtime import Runtime, every

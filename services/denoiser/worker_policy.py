@@ -26,12 +26,36 @@ Draining:
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
-from typing import Literal, NamedTuple, TypeAlias
-
-import msgspec
+from typing import Literal, NamedTuple
 
 from contracts import messages as m
 from services.costs import LatencyProfile
+from services.denoiser.run import Instance, Run
+from services.denoiser.worker_events import (
+    Admit,
+    Answer,
+    AskToDrain,
+    Assigned,
+    DrainAnswered,
+    Drop,
+    DropReason,
+    Exit,
+    GiveUp,
+    Left,
+    LetGo,
+    PassTimed,
+    Rejected,
+    Stepped,
+    StopAsked,
+    Stored,
+    Tick,
+    Turn,
+    WorkerCommand,
+    WorkerEvent,
+    Write,
+    WriteOverdue,
+    WriteRefused,
+)
 
 EARLY_S = 1.0
 GRACE_S = 2.0
@@ -41,207 +65,8 @@ ASK_AGAIN_S = 1.0
 _MAX_EARLY = 10_000  # thresholds kept; more are somebody's mistake
 _RATIO_PASSES = 64
 
-StepKind: TypeAlias = Literal["recompute", "cache"]
-DropReason: TypeAlias = Literal["cancelled", "overtaken", "replaced", "expired"]
 
-
-class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance is, fixed while it lives."""
-
-    instance_id: str
-    node_id: str
-    model: str
-    kv_tokens: int  # size of its K/V pool
-    max_requests: int
-    max_canvas_tokens: int  # the longest canvas that it could ever run
-    vocab_size: int
-    mask_id: int
-    eos_ids: frozenset[int]
-    tp_degree: int = 1
-    drain_limit_s: float = 30.0
-
-
-# --- events -------------------------------------------------------------------------------------------------------
-# Besides these, the contracts' Release, Thresholds and Cancel as they come.
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the events."""
-
-
-class Assigned(Event, frozen=True, kw_only=True):
-    """An assignment has come."""
-
-    assign: m.Assign
-    wall: float  # wall-clock time of its receipt: turns its deadlines into monotonic ones
-    trace: str = ""  # handed through to the run's writes
-
-
-class Stepped(Event, frozen=True, kw_only=True):
-    """A pass has done one step of a run."""
-
-    run_id: str
-    kind: StepKind
-    block_index: int
-    threshold: float
-    positions: list[int]  # committed in this step, in the output area; with token_ids and confidences parallel lists
-    token_ids: list[int]
-    confidences: list[float]
-    block_done: bool
-    finish: Literal["", "eos", "length"]
-    left: bool  # the engine has let it go at this block's end, as it was told to
-    started: float  # the pass
-    ended: float
-
-
-class PassTimed(Event, frozen=True, kw_only=True):
-    """How long a pass took."""
-
-    recompute_tokens: int
-    cache_tokens: int
-    seconds: float
-
-
-class Left(Event, frozen=True, kw_only=True):
-    """The engine has let a run go that was just between two blocks, as it was told to."""
-
-    run_id: str
-
-
-class Rejected(Event, frozen=True, kw_only=True):
-    """The engine would not take a run in: a mistake that our own checks do not know."""
-
-    run_id: str
-    detail: str
-
-
-class Stored(Event, frozen=True, kw_only=True):
-    """A record was stored."""
-
-    run_id: str
-    record: m.ProgressRecord
-    seq: int
-
-
-class WriteRefused(Event, frozen=True, kw_only=True):
-    """Another record than the expected one stands; None: none does."""
-
-    run_id: str
-    found: m.ProgressRecord | None
-    seq: int
-
-
-class WriteOverdue(Event, frozen=True, kw_only=True):
-    """A record could not be stored in time; perhaps it was."""
-
-    run_id: str
-
-
-class Tick(Event, frozen=True, kw_only=True):
-    """Time has passed: to be told a few times a second."""
-
-
-class StopAsked(Event, frozen=True, kw_only=True):
-    """The process shall end."""
-
-
-class DrainAnswered(Event, frozen=True, kw_only=True):
-    """The scheduler's answer to a drain notice; not agreed: there was none."""
-
-    agreed: bool
-
-
-WorkerEvent: TypeAlias = (
-    Assigned
-    | m.Release
-    | m.Thresholds
-    | m.Cancel
-    | Stepped
-    | PassTimed
-    | Left
-    | Rejected
-    | Stored
-    | WriteRefused
-    | WriteOverdue
-    | Tick
-    | StopAsked
-    | DrainAnswered
-)
-
-
-# --- commands -----------------------------------------------------------------------------------------------------
-
-
-class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the commands."""
-
-
-class Answer(Command, frozen=True, kw_only=True):
-    """Reply to the assignment or release."""
-
-    reply: m.Accepted | m.Refused
-
-
-class Admit(Command, frozen=True, kw_only=True):
-    """Engine: take the run in."""
-
-    run_id: str
-    request: m.GenerateRequest
-    threshold: float
-    committed_ids: list[int]
-    committed_confidences: list[float]
-
-
-class Drop(Command, frozen=True, kw_only=True):
-    """Engine: forget the run at once."""
-
-    run_id: str
-    reason: DropReason
-
-
-class Turn(Command, frozen=True, kw_only=True):
-    """Engine: another threshold from the run's next step on."""
-
-    run_id: str
-    threshold: float
-
-
-class LetGo(Command, frozen=True, kw_only=True):
-    """Engine: give the run back at the end of its block, at once if it is between two."""
-
-    run_id: str
-
-
-class Write(Command, frozen=True, kw_only=True):
-    """Store the record, continuing from `after_seq`; then tell what came of it."""
-
-    run_id: str
-    record: m.ProgressRecord
-    after_seq: int
-    trace: str
-
-
-class AskToDrain(Command, frozen=True, kw_only=True):
-    """Ask the scheduler to take the requests over."""
-
-
-class GiveUp(Command, frozen=True, kw_only=True):
-    """The run's last record was not stored in its time; it is forgotten."""
-
-    request_id: str
-
-
-class Exit(Command, frozen=True, kw_only=True):
-    """End the process."""
-
-    reason: Literal["drained", "drain_limit"]
-    held: int  # requests left behind
-
-
-WorkerCommand: TypeAlias = Answer | Admit | Drop | Turn | LetGo | Write | AskToDrain | GiveUp | Exit
-
-
-# --- state --------------------------------------------------------------------------------------------------------
+_NO_LATER = 2**53  # attempt and sequence after which nothing follows: the request is over
 
 
 class _Ended(NamedTuple):
@@ -250,152 +75,6 @@ class _Ended(NamedTuple):
     attempt: int
     seq: int
     forget: float
-
-
-_NO_LATER = 2**53  # attempt and sequence after which nothing follows: the request is over
-
-
-class _Run:
-    """A request that is held: what it has so far, and what of it is stored."""
-
-    def __init__(self, run_id: str, event: Assigned, threshold: float, instance: Instance, now: float) -> None:
-        assign, resume = event.assign, event.assign.resume
-        self.run_id, self.request, self.trace = run_id, assign.request, event.trace
-        self.attempt, self.epoch = assign.attempt, assign.epoch
-        self.threshold = threshold
-        self.instance = instance
-        self.wall_offset = event.wall - now
-        self.expires = assign.request.expires_at - self.wall_offset
-        self.eos_ids = frozenset() if assign.request.ignore_eos else instance.eos_ids
-        self.moves = resume.moves + (resume.holder not in ("", instance.instance_id)) if resume else 0
-        self.started_at = event.wall if resume is None or resume.started_at is None else resume.started_at
-        self.token_ids = list(resume.token_ids) if resume else []  # of whole blocks
-        self.confidences = _padded(resume.confidences, len(self.token_ids)) if resume else []
-        self.blocks = list(resume.blocks) if resume else []
-        self.steps_before = sum(b.recompute_steps + b.cache_steps for b in self.blocks)  # the current block
-        self._start_block()
-        # storing
-        self.seq = assign.from_seq  # of the record that the next write continues from
-        self.unstored: m.ProgressRecord | None = None  # the newest; None: the newest is stored
-        self.writing = False
-        # where it is
-        self.in_engine = True
-        self.letting_go = False
-        self.over = False  # the newest record is the last one of this run
-        self.finished = False  # and of the request
-
-    def _start_block(self) -> None:
-        self.block: dict[int, tuple[int, float]] = {}  # position -> token and confidence
-        self.recompute_steps = self.cache_steps = 0
-        self.threshold_sum = 0.0
-        self.block_started: float | None = None
-
-    @property
-    def blocks_done(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def steps_in_block(self) -> int:
-        return self.recompute_steps + self.cache_steps
-
-    def note(self, step: Stepped) -> None:
-        """Takes in what a step committed."""
-        if self.block_started is None:
-            self.block_started = step.started
-        if step.kind == "recompute":
-            self.recompute_steps += 1
-        else:
-            self.cache_steps += 1
-        self.threshold_sum += step.threshold
-        for position, token_id, confidence in zip(step.positions, step.token_ids, step.confidences, strict=True):
-            assert position not in self.block, "a committed position is final"
-            self.block[position] = (token_id, _probability(confidence))
-        if step.block_done:
-            self._end_block(step)
-
-    def _end_block(self, step: Stepped) -> None:
-        committed = sorted(self.block.items())
-        if step.finish == "eos":  # what was committed behind the first EOS is no part of the answer
-            first = next(i for i, (_, (token_id, _)) in enumerate(committed) if token_id in self.eos_ids)
-            committed = committed[:first]
-        start = len(self.token_ids)
-        assert [position for position, _ in committed] == list(range(start, start + len(committed))), "a gap"
-        self.token_ids += [token_id for _, (token_id, _) in committed]
-        self.confidences += [confidence for _, (_, confidence) in committed]
-        assert self.block_started is not None
-        self.blocks.append(
-            m.BlockCost(
-                instance_id=self.instance.instance_id,
-                tp_degree=self.instance.tp_degree,
-                recompute_steps=self.recompute_steps,
-                cache_steps=self.cache_steps,
-                mean_threshold=_probability(self.threshold_sum / self.steps_in_block),
-                seconds=max(0.0, step.ended - self.block_started),
-            )
-        )
-        self.steps_before += self.steps_in_block
-        self._start_block()
-
-    def record(
-        self,
-        state: m.State,
-        now: float,
-        *,
-        finish: Literal["", "eos", "length"] = "",
-        reason: m.Reason = "",
-    ) -> m.ProgressRecord:
-        """Where it stands, to be written down."""
-        request = self.request
-        return m.ProgressRecord(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            attempt=self.attempt,
-            state=state,
-            holder=self.instance.instance_id,
-            epoch=self.epoch,
-            reason=reason,
-            blocks_done=self.blocks_done,
-            token_ids=list(self.token_ids),
-            confidences=list(self.confidences),
-            blocks=list(self.blocks),
-            finish=finish,
-            moves=self.moves,
-            prompt_tokens=len(request.prompt_ids),
-            created_at=request.created_at,
-            deadline_at=request.deadline_at,
-            started_at=self.started_at,
-            written_at=now + self.wall_offset,
-            fingerprint=request.fingerprint,
-        )
-
-    def report(self) -> m.RequestReport:
-        """How far it is, for those who decide."""
-        confidences = self.confidences + [confidence for _, confidence in self.block.values()]
-        return m.RequestReport(
-            request_id=self.request.request_id,
-            attempt=self.attempt,
-            block_index=self.blocks_done,
-            num_blocks=self.request.num_blocks,
-            steps=self.steps_before + self.steps_in_block,
-            steps_in_block=self.steps_in_block,
-            tokens_committed=len(confidences),
-            tokens_committed_in_block=len(self.block),
-            threshold=self.threshold,
-            confidence=_five_numbers(confidences),
-            next_recompute=self.request.cache == "none" or self.steps_in_block == 0,
-            finished=self.finished,
-        )
-
-    def held(self) -> m.Held:
-        """What a status says about it."""
-        return m.Held(
-            request_id=self.request.request_id,
-            attempt=self.attempt,
-            canvas_tokens=self.request.canvas_tokens,
-            block_size=self.request.block_size,
-            cache=self.request.cache,
-            blocks_done=self.blocks_done,
-        )
 
 
 class WorkerPolicy:
@@ -407,12 +86,12 @@ class WorkerPolicy:
         self.draining = False
         self._latency = latency
         self._ratios: deque[float] = deque(maxlen=_RATIO_PASSES)
-        self._runs: dict[str, _Run] = {}  # by run id
+        self._runs: dict[str, Run] = {}  # by run id
         self._run_of: dict[str, str] = {}  # request id -> run id: one run a request
         self._runs_begun = 0
         self._ended: dict[str, _Ended] = {}  # by request id
         self._early: dict[tuple[str, int], tuple[float, float]] = {}  # (request, attempt) -> threshold, kept until
-        self._news: dict[str, _Run] = {}  # what has stepped since the last report, by run id
+        self._news: dict[str, Run] = {}  # what has stepped since the last report, by run id
         self._drain_until = self._ask_again = 0.0
         self._drain_agreed = False
 
@@ -525,7 +204,7 @@ class WorkerPolicy:
             return [*commands, refusal]
         return [*commands, *self._begin(event, now), Answer(reply=m.Accepted())]
 
-    def _replaces(self, assign: m.Assign, run: _Run) -> bool:
+    def _replaces(self, assign: m.Assign, run: Run) -> bool:
         """Whether an assignment of a held request is another one than that which we follow."""
         if assign.attempt != run.attempt:
             return assign.attempt > run.attempt
@@ -590,7 +269,7 @@ class WorkerPolicy:
         else:
             threshold = early[0] if early and now < early[1] else event.assign.threshold
         self._runs_begun += 1
-        run = _Run(f"{request.request_id}.{self._runs_begun}", event, threshold, self.instance, now)
+        run = Run(f"{request.request_id}.{self._runs_begun}", event, threshold, self.instance, now)
         self._runs[run.run_id] = run
         self._run_of[request.request_id] = run.run_id
         self._ended.pop(request.request_id, None)
@@ -623,7 +302,7 @@ class WorkerPolicy:
         run.epoch = release.epoch
         return [Answer(reply=m.Accepted()), *self._let_go(run)]
 
-    def _let_go(self, run: _Run) -> list[WorkerCommand]:
+    def _let_go(self, run: Run) -> list[WorkerCommand]:
         if run.over or run.letting_go:
             return []
         run.letting_go = True
@@ -638,17 +317,17 @@ class WorkerPolicy:
         run = self._run_for(cancel.request_id)
         return [] if run is None else [*self._drop(run, "cancelled"), *self._exit_if_empty()]
 
-    def _drop(self, run: _Run, reason: DropReason) -> list[WorkerCommand]:
+    def _drop(self, run: Run, reason: DropReason) -> list[WorkerCommand]:
         """Forgets a run that is no longer ours; nobody wants to hear of it."""
         self._forget(run)
         self._news.pop(run.run_id, None)
         return [Drop(run_id=run.run_id, reason=reason)]
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, run: Run) -> None:
         del self._runs[run.run_id]
         del self._run_of[run.request.request_id]
 
-    def _run_for(self, request_id: str) -> _Run | None:
+    def _run_for(self, request_id: str) -> Run | None:
         run_id = self._run_of.get(request_id)
         return None if run_id is None else self._runs[run_id]
 
@@ -700,16 +379,16 @@ class WorkerPolicy:
 
     # --- records ---
 
-    def _end(self, run: _Run, record: m.ProgressRecord) -> list[WorkerCommand]:
+    def _end(self, run: Run, record: m.ProgressRecord) -> list[WorkerCommand]:
         """Writes a run's last record; the engine has let go of it."""
         run.over, run.in_engine, run.finished = True, False, record.is_final
         return self._write(run, record)
 
-    def _write(self, run: _Run, record: m.ProgressRecord) -> list[WorkerCommand]:
+    def _write(self, run: Run, record: m.ProgressRecord) -> list[WorkerCommand]:
         run.unstored = record
         return [] if run.writing else self._write_newest(run)
 
-    def _write_newest(self, run: _Run) -> list[WorkerCommand]:
+    def _write_newest(self, run: Run) -> list[WorkerCommand]:
         run.writing = run.unstored is not None
         if run.unstored is None:
             return []
@@ -745,7 +424,7 @@ class WorkerPolicy:
             self._ended[run.request.request_id] = _Ended(attempt, seq, now + ENDED_S)
         return [*self._drop(run, "overtaken"), *self._exit_if_empty()]
 
-    def _is_own(self, found: m.ProgressRecord, run: _Run) -> bool:
+    def _is_own(self, found: m.ProgressRecord, run: Run) -> bool:
         """Whether it is an earlier record of this run, whose acknowledgement was lost."""
         return (found.holder, found.attempt, found.state) == (self.instance.instance_id, run.attempt, "running")
 
@@ -759,7 +438,7 @@ class WorkerPolicy:
         self._early = {key: early for key, early in self._early.items() if now < early[1]}
         return commands + self._look_at_drain(now)
 
-    def _look_at_expiry(self, run: _Run, now: float) -> list[WorkerCommand]:
+    def _look_at_expiry(self, run: Run, now: float) -> list[WorkerCommand]:
         if now < run.expires + GRACE_S:
             return []
         if not run.over:
@@ -803,26 +482,3 @@ class WorkerPolicy:
 
 def _chain(parts: Iterable[list[WorkerCommand]]) -> list[WorkerCommand]:
     return [command for part in parts for command in part]
-
-
-def _probability(value: float) -> float:
-    """Within 0 to 1; what is no number (a broken model's) becomes 0, or no reader could decode the record."""
-    return min(1.0, max(0.0, value)) if value == value else 0.0
-
-
-def _padded(confidences: list[float], length: int) -> list[float]:
-    return (confidences + [0.0] * length)[:length]
-
-
-def _five_numbers(values: list[float]) -> tuple[float, float, float, float, float]:
-    """Minimum, quartiles and maximum, interpolated linearly; zeros for no values."""
-    if not values:
-        return (0.0, 0.0, 0.0, 0.0, 0.0)
-    ordered = sorted(values)
-
-    def at(quarters: int) -> float:
-        whole, rest = divmod(quarters * (len(ordered) - 1), 4)
-        below = ordered[whole]
-        return below + (ordered[whole + 1] - below) * rest / 4 if rest else below
-
-    return (at(0), at(1), at(2), at(3), at(4))
