@@ -27,7 +27,7 @@ from services.gateway.answers import DONE, PING, Answer, event, extra_of, failur
 from services.gateway.config import GatewayConfig
 from services.gateway.openai_api import Api, ApiError, Arrival, Call, Facts, Kind
 from services.gateway.policy import CallState, ClientGone, Command, EndCall, EndChoice, FailCall, RecordSeen, SendText
-from services.gateway.schema import ChatOperation, ResultOperation, TextOperation, openapi_config
+from services.gateway.schema import ChatOperation, ObjectOperation, ResultOperation, TextOperation, openapi_config
 from services.gateway.service import TOKENS, GatewayService, LiveCall, call_id_for_key
 from services.gateway.text import TextCodec
 from services.profile import Profile
@@ -265,11 +265,11 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
     async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
         return await gateway.call("text", request)
 
-    @get("/v1/models")
+    @get("/v1/models", operation_class=ObjectOperation)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(gateway)]}
 
-    @get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}", operation_class=ObjectOperation)
     async def model(name: str) -> dict[str, Any]:
         wanted = str(name).removeprefix("/")
         if wanted != gateway.profile.model:
@@ -284,11 +284,11 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
     async def delete_result(result_id: str) -> dict[str, Any]:
         return await gateway.result(result_id, cancel=True)
 
-    @get("/health/live")
+    @get("/health/live", operation_class=ObjectOperation)
     async def live() -> dict[str, Any]:
         return {"status": "ok"}
 
-    @get("/health/ready")
+    @get("/health/ready", operation_class=ObjectOperation)
     async def ready() -> dict[str, Any]:
         service = gateway.service
         lacking = None
@@ -310,7 +310,7 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
         [chat_completions, completions, models, model, get_result, delete_result, live, ready, metrics],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception, Exception: _on_exception},
         request_max_body_size=gateway.config.max_body_bytes,
-        openapi_config=openapi_config(version),
+        openapi_config=openapi_config(version, _no_page),
         logging_config=None,
         debug=False,
     )
@@ -394,6 +394,13 @@ def _on_http_exception(request: Request[Any, Any, Any], error: HTTPException) ->
     return Response(
         described.envelope, status_code=status, headers=dict(error.headers or {}), media_type=MediaType.JSON
     )
+
+
+def _no_page(response: Response[Any]) -> Response[Any]:
+    if response.status_code != 404:
+        return response
+    error = ApiError(404, "Unknown URL: the schema is at /schema.", code=_CODES[404])
+    return Response(error.envelope, status_code=404, media_type=MediaType.JSON)
 
 
 def _on_exception(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:

@@ -3,13 +3,15 @@
 Handlers read their bodies themselves, so that errors are in OpenAI's words; what they read is told here.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import msgspec
+from litestar import Request, Router
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
-from litestar.openapi.spec import Components, OpenAPIMediaType, OpenAPIResponse, Operation, RequestBody
+from litestar.openapi.spec import OpenAPIMediaType, OpenAPIResponse, Operation, RequestBody
+from litestar.types import AfterRequestHookHandler
 
 from services.gateway.openai_api import ChatBody, TextBody
 
@@ -52,54 +54,70 @@ def _content(name: str, media_type: str = "application/json") -> dict[str, OpenA
     return {media_type: OpenAPIMediaType(schema=reference)}
 
 
-def _responses(answer: str, *, streamed: bool = False) -> dict[str, Any]:
-    content = _content(answer)
-    if streamed:
-        text: Any = {"type": "string"}
-        content["text/event-stream"] = OpenAPIMediaType(schema=text)
+def _responses(answer: dict[str, OpenAPIMediaType]) -> dict[str, Any]:
     return {
-        "200": OpenAPIResponse(description="The answer; server-sent events if `stream` is true.", content=content),
+        "200": OpenAPIResponse(description="The answer.", content=answer),
         "default": OpenAPIResponse(description="An error.", content=_content("Error")),
     }
 
 
 @dataclass
-class ChatOperation(Operation):
-    """POST /v1/chat/completions."""
+class CallOperation(Operation):
+    """Base of the two that take a body."""
+
+    body: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self.summary = "Answer a conversation"
-        self.request_body = RequestBody(content=_content("ChatBody"), required=True)
-        self.responses = _responses("Answer", streamed=True)
+        text: Any = {"type": "string"}
+        streamed = {"text/event-stream": OpenAPIMediaType(schema=text)}  # if `stream` is true
+        self.request_body = RequestBody(content=_content(self.body), required=True)
+        self.responses = _responses(_content("Answer") | streamed)
 
 
 @dataclass
-class TextOperation(Operation):
+class ChatOperation(CallOperation):
+    """POST /v1/chat/completions."""
+
+    body = "ChatBody"
+
+
+@dataclass
+class TextOperation(CallOperation):
     """POST /v1/completions."""
 
-    def __post_init__(self) -> None:
-        self.summary = "Complete a text"
-        self.request_body = RequestBody(content=_content("TextBody"), required=True)
-        self.responses = _responses("Answer", streamed=True)
+    body = "TextBody"
 
 
 @dataclass
 class ResultOperation(Operation):
     """GET and DELETE /v1/results/{id}."""
 
-    summary: str | None = field(default="What became of a call")
+    def __post_init__(self) -> None:
+        self.responses = _responses(_content("Answer"))
+
+
+@dataclass
+class ObjectOperation(Operation):
+    """GET of what needs no closer description."""
 
     def __post_init__(self) -> None:
-        self.responses = _responses("Answer")
+        anything: Any = {"type": "object"}
+        self.responses = _responses({"application/json": OpenAPIMediaType(schema=anything)})
 
 
-def openapi_config(version: str) -> OpenAPIConfig:
-    """`/schema` and `/schema/openapi.json`."""
+class _Renderer(JsonRenderPlugin):
+    """Adds our schemas, which Litestar would replace by those that it finds in signatures."""
+
+    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+        return super().render(request, openapi_schema | {"components": {"schemas": _SCHEMAS}})
+
+
+def openapi_config(version: str, not_found: AfterRequestHookHandler) -> OpenAPIConfig:
+    """`/schema` and `/schema/openapi.json`. `not_found` replaces Litestar's page for other paths under it."""
     return OpenAPIConfig(
         title="TeDiServe",
         version=version,
         description="OpenAI-compatible serving of diffusion language models.",
-        components=Components(schemas=_SCHEMAS),
-        render_plugins=[JsonRenderPlugin()],
-        path="/schema",
+        render_plugins=[_Renderer()],
+        openapi_router=Router("/schema", route_handlers=[], include_in_schema=False, after_request=not_found),
     )
