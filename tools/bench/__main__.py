@@ -1,0 +1,90 @@
+"""python -m tools.bench: starts stacks of its own, measures, prints Markdown for BENCHMARKS.md.
+
+1. Throughput by number of concurrent requests, then gateway overhead on the idle stack, with two workers.
+2. Step overhead of one worker: with the machine's cores free, and with the whole stack on one core.
+Run it on an otherwise idle machine; the ratios travel, the absolute numbers do not.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+from pathlib import Path
+
+from tools.bench.serving import measure_overhead, measure_throughput, quantile
+from tools.bench.stack import free_ports, running_stack
+from tools.bench.step import StepOverhead, read_overhead
+
+_IN_FLIGHT = (1, 2, 4, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description="Measures what BENCHMARKS.md reports.")
+    parser.add_argument("--profile", default="profiles/tiny-cpu", help="folder of the profile")
+    parser.add_argument("--requests", type=int, default=64, help="requests of each measurement")
+    options = parser.parse_args()
+    print(f"Hardware: {_hardware()}. Profile: {options.profile}.\n")
+    _serving(options.profile, options.requests)
+    _steps(options.profile, options.requests)
+
+
+def _serving(profile: str, count: int) -> None:
+    with running_stack(profile, workers=2) as url:
+        print("| in flight | requests/s | output tokens/s | against 1 | median s | p95 s | correct |")
+        print("|---|---|---|---|---|---|---|")
+        alone = None
+        for in_flight in _IN_FLIGHT:
+            t = measure_throughput(url, count, in_flight)
+            alone = alone or t.tokens_per_s
+            print(
+                f"| {t.in_flight} | {t.requests_per_s:.2f} | {t.tokens_per_s:.0f} | {t.tokens_per_s / alone:.2f} |"
+                f" {t.median_s:.3f} | {t.p95_s:.3f} | {t.correct:.0%} |",
+                flush=True,
+            )
+        overhead = measure_overhead(url, count)
+        print(
+            f"\nGateway overhead (HTTP time less time at the worker), one request, idle, {len(overhead)} requests:"
+            f" p50 {statistics.median(overhead):.2f} ms, p95 {quantile(overhead, 0.95):.2f} ms\n",
+            flush=True,
+        )
+
+
+def _steps(profile: str, count: int) -> None:
+    print("| cores | steps | step, mean ms | overhead, mean ms | under 0.2 ms | under 1 ms |")
+    print("|---|---|---|---|---|---|")
+    everywhere = os.sched_getaffinity(0)
+    for label, cores in (("its own free", everywhere), ("one for the whole stack", {min(everywhere)})):
+        os.sched_setaffinity(0, cores)  # the stack inherits it
+        try:
+            o = _step_overhead(profile, count)
+        finally:
+            os.sched_setaffinity(0, everywhere)
+        print(
+            f"| {label} | {o.steps} | {o.mean_step_ms:.2f} | {o.mean_ms:.3f} | {o.share_under_0_2_ms:.1%} |"
+            f" {o.share_under_1_ms:.1%} |",
+            flush=True,
+        )
+
+
+def _step_overhead(profile: str, count: int) -> StepOverhead:
+    (port,) = free_ports(1)
+    os.environ["TEDISERVE_WORKER_METRICS_PORT"] = str(port)
+    try:
+        with running_stack(profile, workers=1) as url:
+            measure_throughput(url, count, in_flight=4)
+            return read_overhead(f"http://127.0.0.1:{port}/metrics")
+    finally:
+        del os.environ["TEDISERVE_WORKER_METRICS_PORT"]
+
+
+def _hardware() -> str:
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        name = models[0] if models else name
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+if __name__ == "__main__":
+    main()

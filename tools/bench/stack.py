@@ -1,0 +1,56 @@
+"""A stack of its own for a measurement: `python -m tools.up` on free ports, with a data folder that is removed."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+_READY_LIMIT_S = 90.0
+_STOP_LIMIT_S = 60.0
+
+
+@contextlib.contextmanager
+def running_stack(profile: str, workers: int) -> Iterator[str]:
+    """Yields the gateway's address once the stack is ready. Raises RuntimeError with its output if it ends before."""
+    with tempfile.TemporaryDirectory(prefix="tediserve-bench-") as data:
+        command = [sys.executable, "-m", "tools.up", "--profile", profile, "--workers", str(workers), "--data", data]
+        http_port, nats_port = free_ports(2)
+        with (Path(data) / "up.out").open("w+b") as output:
+            process = subprocess.Popen(
+                [*command, "--port", str(http_port), "--nats-port", str(nats_port)], stdout=output, stderr=output
+            )
+            try:
+                url = f"http://127.0.0.1:{http_port}"
+                _wait_until_ready(url, process, Path(output.name))
+                yield url
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.wait(_STOP_LIMIT_S)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + _READY_LIMIT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the stack ended before it was ready:\n{output.read_text(errors='replace')}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health/ready", timeout=2).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"the stack was not ready within {_READY_LIMIT_S:g} s:\n{output.read_text(errors='replace')}")
