@@ -183,8 +183,9 @@ class Bus:
         try:
             async with asyncio.timeout(5):
                 await self._client.drain()
-        except (TimeoutError, nats.errors.Error):
-            await self._client.close()
+        except (TimeoutError, OSError, nats.errors.Error):
+            with contextlib.suppress(OSError, nats.errors.Error):
+                await self._client.close()
 
     # --- ephemeral -------------------------------------------------------------------------------------------------
 
