@@ -318,7 +318,7 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Command]:
         self._apply(event, now)
-        self._settle_if_due(now)
+        self._settle_if_due()
         if self._settled:
             self._place_waiting(now)
             self._tell_who_waits()
@@ -799,10 +799,12 @@ class Scheduler:
     def _note_caught_up(self, now: float) -> None:
         self._caught_up = True
         self._restart_silence(now)
-        self._set_alarm(now + self.config.adoption_grace_s, "settle", "")
         self._do(AskStatus())
+        self._settle_if_due()
+        if not self._settled:
+            self._set_alarm(now + self.config.adoption_grace_s, "settle", "")
 
-    def _settle_if_due(self, now: float) -> None:
+    def _settle_if_due(self) -> None:
         """Rule 2, where nobody is missing. The alarm `settle` does it else."""
         if self._settled or not self._caught_up or len(self._queue):
             return
@@ -810,9 +812,10 @@ class Scheduler:
             self._settle()
 
     def _settle(self) -> None:
-        self._settled = True
-        self._room_changed = True
-        self._refuse_hopeless()
+        if not self._settled:
+            self._settled = True
+            self._room_changed = True
+            self._refuse_hopeless()
 
     def _restart_silence(self, now: float) -> None:
         for instance in self._instances.values():

@@ -1,0 +1,169 @@
+"""Short ways to make what the scheduler's tests need. Times are small numbers on the policy's own clock."""
+
+from typing import Any
+
+from contracts import messages as m
+from services.costs import Curve, LatencyProfile
+from services.profile import Decoding, EngineSection, Limits, Profile
+from services.scheduler import policy as p
+from services.scheduler.config import SchedulerConfig
+
+EPOCH = 7
+BLOCK = 32
+MODEL = "test-model"
+PROFILE = Profile(
+    model=MODEL,
+    decoding=Decoding(block_size=BLOCK, threshold=0.9, steps_per_block=8.0),
+    limits=Limits(max_context_tokens=1024, max_output_tokens=256),
+    engine=EngineSection(),
+)
+LINE = Curve.through([(0.0, 1.0), (1000.0, 101.0)])  # 1 ms and 0.1 ms a token
+FLAT = Curve.through([(1.0, 5.0), (2.0, 5.0)])
+
+
+def latency_of(curve: Curve) -> LatencyProfile:
+    return LatencyProfile({(1, "recompute"): curve, (1, "cache"): curve})
+
+
+def make_scheduler(curve: Curve = LINE, profile: Profile = PROFILE, epoch: int = EPOCH, **config: Any) -> p.Scheduler:
+    """Fresh: it has not caught up."""
+    return p.Scheduler(SchedulerConfig(**config), profile, latency_of(curve), epoch)
+
+
+def make_acting(curve: Curve = LINE, profile: Profile = PROFILE, **config: Any) -> p.Scheduler:
+    """One that has started on an empty cluster at time 0."""
+    scheduler = make_scheduler(curve, profile, **config)
+    scheduler.handle(p.CaughtUp(), 0.0)
+    return scheduler
+
+
+def make_request(
+    request_id: str = "r1", *, tokens: int = 2 * BLOCK, prompt: int = 32, **fields: Any
+) -> m.GenerateRequest:
+    defaults: dict[str, Any] = {
+        "gateway_id": "gw",
+        "model": MODEL,
+        "prompt_ids": [1] * prompt,
+        "max_tokens": tokens,
+        "block_size": BLOCK,
+        "cache": "dual",
+        "created_at": 1000.0,
+        "expires_at": 1100.0,
+    }
+    return m.GenerateRequest(request_id=request_id, **(defaults | fields))
+
+
+def seen(
+    request: m.GenerateRequest | str = "r1",
+    seq: int = 1,
+    arrived_at: float = 0.0,
+    expires_at: float = 100.0,
+    deadline: float | None = None,
+) -> p.RequestSeen:
+    if isinstance(request, str):
+        request = make_request(request)
+    return p.RequestSeen(request, seq, arrived_at, expires_at, deadline)
+
+
+def make_record(
+    request_id: str = "r1", state: m.State = "running", holder: str = "a", **fields: Any
+) -> m.ProgressRecord:
+    defaults: dict[str, Any] = {"gateway_id": "gw", "attempt": 1, "epoch": EPOCH}
+    return m.ProgressRecord(request_id=request_id, state=state, holder=holder, **(defaults | fields))
+
+
+def held(request: m.GenerateRequest | str = "r1", attempt: int = 1) -> m.Held:
+    if isinstance(request, str):
+        request = make_request(request)
+    return m.Held(
+        request_id=request.request_id,
+        attempt=attempt,
+        canvas_tokens=request.canvas_tokens,
+        block_size=request.block_size,
+        cache=request.cache,
+        blocks_done=0,
+    )
+
+
+def status(instance_id: str = "a", *holds: m.Held, **fields: Any) -> p.StatusSeen:
+    defaults: dict[str, Any] = {
+        "node_id": "n",
+        "model": MODEL,
+        "tp_degree": 1,
+        "sent_at": 0.0,
+        "epoch": EPOCH,
+        "draining": False,
+        "max_requests": 4,
+        "kv_tokens": 2048,
+    }
+    return p.StatusSeen(m.InstanceStatus(instance_id=instance_id, held=list(holds), **(defaults | fields)))
+
+
+def answered(answer: Any, request_id: str = "r1", instance_id: str = "a", attempt: int = 1) -> p.AssignAnswered:
+    """`answer`: "accepted", a reason to refuse, or how no answer came."""
+    if answer == "accepted":
+        answer = m.Accepted()
+    elif answer not in ("undelivered", "unanswered"):
+        answer = m.Refused(reason=answer)
+    return p.AssignAnswered(instance_id, request_id, attempt, answer)
+
+
+def assigned(
+    instance_id: str = "a",
+    request: m.GenerateRequest | str = "r1",
+    reason: p.AssignReason = "new",
+    *,
+    attempt: int = 1,
+    resume: m.ProgressRecord | None = None,
+    from_seq: int = 0,
+    epoch: int = EPOCH,
+) -> p.SendAssign:
+    """The command that is expected."""
+    if isinstance(request, str):
+        request = make_request(request)
+    pin = request.threshold
+    threshold = PROFILE.decoding.threshold if pin is None else pin
+    assign = m.Assign(
+        epoch=epoch, attempt=attempt, request=request, threshold=threshold, resume=resume, from_seq=from_seq
+    )
+    return p.SendAssign(instance_id, assign, reason)
+
+
+def written(
+    state: m.State,
+    reason: p.WriteReason,
+    request: m.GenerateRequest | str = "r1",
+    *,
+    attempt: int = 1,
+    after_seq: int = 0,
+    **fields: Any,
+) -> p.WriteRecord:
+    """The command that is expected: `fields` are what the last record held."""
+    if isinstance(request, str):
+        request = make_request(request)
+    record = m.ProgressRecord(
+        request_id=request.request_id,
+        gateway_id=request.gateway_id,
+        attempt=attempt,
+        state=state,
+        epoch=EPOCH,
+        reason=reason,
+        **({"prompt_tokens": len(request.prompt_ids), "created_at": request.created_at} | fields),
+    )
+    return p.WriteRecord(record, after_seq, reason)
+
+
+def stored(command: p.Command, seq: int) -> p.RecordSeen:
+    """The expected write has succeeded."""
+    assert isinstance(command, p.WriteRecord)
+    return p.RecordSeen(command.record, seq)
+
+
+def placements(commands: list[p.Command]) -> list[tuple[str, str]]:
+    """(request, instance) of the assignments among the commands."""
+    return [(c.assign.request.request_id, c.instance_id) for c in commands if isinstance(c, p.SendAssign)]
+
+
+def but_wakes(commands: list[p.Command]) -> list[p.Command]:
+    """All but WakeAt, for tests that are not about time."""
+    return [command for command in commands if not isinstance(command, p.WakeAt)]
