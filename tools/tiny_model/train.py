@@ -45,7 +45,8 @@ class TrainJob:
     train: TrainConfig = field(default_factory=TrainConfig)
     model: dict[str, int] = field(default_factory=dict)  # overrides of ModelConfig's defaults
     compile: bool = True
-    stop_at_step: int | None = None  # for tests: leave a checkpoint here and export nothing
+    vocabulary_problems: int = 20_000  # problems whose words the tokenizer is made of
+    stop_at_step: int | None = None  # leave a checkpoint here and export nothing
 
 
 def train(job: TrainJob) -> None:
@@ -78,7 +79,7 @@ class _Trainer:
 
     def __init__(self, rank: int, job: TrainJob) -> None:
         self._rank, self._job, self._config = rank, job, job.train
-        self._tokenizer = build_tokenizer(SYSTEM_PROMPTS)
+        self._tokenizer = build_tokenizer(SYSTEM_PROMPTS, num_problems=job.vocabulary_problems)
         self._model_config = make_model_config(self._tokenizer, **job.model)
         self._batches = BatchMaker(self._tokenizer, self._config)
         torch.manual_seed(self._config.seed)

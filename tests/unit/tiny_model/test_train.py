@@ -1,0 +1,49 @@
+import csv
+from pathlib import Path
+
+import torch
+
+from tools.tiny_model.config import TrainConfig
+from tools.tiny_model.plot import plot_loss
+from tools.tiny_model.train import LOG_FIELDS, TrainJob, train
+
+CONFIG = TrainConfig(
+    num_steps=20, warmup_steps=2, decay_steps=10, tokens_per_step=256, pool_size=32, checkpoint_every_steps=5
+)
+
+
+def run(folder: Path, stop_at_step: int | None = None) -> None:
+    job = TrainJob(
+        model_folder=folder / "model",
+        work_folder=folder / "work",
+        train=CONFIG,
+        model={"d_model": 16, "mlp_hidden_size": 32, "n_layers": 2},
+        compile=False,
+        stop_at_step=stop_at_step,
+        vocabulary_problems=500,
+    )
+    train(job)
+
+
+def test_a_run_that_was_interrupted_ends_exactly_as_one_that_was_not(tmp_path: Path) -> None:
+    run(tmp_path / "straight")
+    run(tmp_path / "interrupted", stop_at_step=8)
+    assert not (tmp_path / "interrupted" / "model").exists()
+    run(tmp_path / "interrupted")
+    models = [tmp_path / name / "model" / "model.safetensors" for name in ("straight", "interrupted")]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    states = [torch.load(tmp_path / name / "work" / "checkpoint.pt") for name in ("straight", "interrupted")]
+    for name, tensor in states[0]["model"].items():
+        assert torch.equal(tensor, states[1]["model"][name]), name
+    assert_log_and_plot(tmp_path / "straight" / "work" / "log.csv", tmp_path / "loss.svg")
+
+
+def assert_log_and_plot(log: Path, plot: Path) -> None:
+    with log.open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == LOG_FIELDS
+    assert [int(row["step"]) for row in rows] == [20]
+    assert float(rows[0]["chat_loss"]) > 1
+    assert float(rows[0]["cpu_s"]) > 0
+    plot_loss(log, plot)
+    assert plot.read_text().count("<polyline") == 2
