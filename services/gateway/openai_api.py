@@ -398,7 +398,7 @@ class Api:
                     gateway_id=arrival.gateway_id,
                     model=profile.model,
                     prompt_ids=prompt,
-                    max_tokens=self._output_tokens(len(prompt), max_tokens, max_tokens_name),
+                    max_tokens=self._output_tokens(kind, len(prompt), max_tokens, max_tokens_name),
                     block_size=profile.decoding.block_size,
                     cache=profile.decoding.cache,
                     created_at=arrival.now,
@@ -416,17 +416,18 @@ class Api:
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         return Call(arrival.call_id, facts, tuple(requests), bool(body.stream), usage)
 
-    def _output_tokens(self, prompt_tokens: int, wanted: int | None, name: str) -> int:
+    def _output_tokens(self, kind: Kind, prompt_tokens: int, wanted: int | None, name: str) -> int:
         """The output length; the canvas holds prompt and whole blocks of output. Raises ApiError."""
         limits, block = self._profile.limits, self._profile.decoding.block_size
+        prompt_name = "messages" if kind == "chat" else "prompt"
         if prompt_tokens == 0:
-            raise ApiError(400, "The prompt is empty: give at least one token of text.", param="prompt")
+            raise ApiError(400, "The prompt is empty: give at least one token of text.", param=prompt_name)
         if prompt_tokens > self._profile.max_prompt_tokens:
             raise ApiError(
                 400,
                 f"The prompt has {prompt_tokens} tokens; this model takes at most {self._profile.max_prompt_tokens} "
                 f"(a context of {limits.max_context_tokens}, of which {block} are left for the answer).",
-                param="messages",
+                param=prompt_name,
                 code="context_length_exceeded",
             )
         room = min((limits.max_context_tokens - prompt_tokens) // block * block, limits.max_output_tokens)

@@ -92,7 +92,7 @@ class TextCodec:
             return self._template.render(messages=list(messages), add_generation_prompt=True, tools=None, **self._names)
         except jinja2.TemplateError as error:
             raise TemplateError(str(error) or "the chat template cannot render these messages") from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateError(f"the chat template cannot render these messages ({error})") from None
 
     def _encode_marked(self, messages: Sequence[Message]) -> list[int]:
