@@ -22,7 +22,7 @@ def main() -> None:
 def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("train", help="train the model from scratch, or on from its last checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="folder for the finished model")
-    parser.add_argument("--work", type=Path, default=Path("runs/tiny_model"), help="folder for checkpoint and log")
+    parser.add_argument("--work", type=Path, default=Path("var/tiny_model"), help="folder for checkpoint and log")
     parser.add_argument("--steps", type=int, help="another number of steps than the recipe's")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="without a C++ compiler: half as fast")
@@ -48,7 +48,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     parser.add_argument("--show-wrong", type=int, default=0, help="print so many wrong answers of each setting")
