@@ -448,9 +448,9 @@ class _Running:
     def _look_for_eos(self, commits: Commits) -> None:
         if self.eos_ids.isdisjoint(commits.token_ids):
             return
-        first = commits.positions[next(i for i, t in enumerate(commits.token_ids) if t in self.eos_ids)]
-        first += self.prompt_tokens
-        self.first_eos = first if self.first_eos is None else min(first, self.first_eos)
+        first = next(i for i, token_id in enumerate(commits.token_ids) if token_id in self.eos_ids)
+        # Before any EOS that was there already, since what follows that was not eligible.
+        self.first_eos = self.prompt_tokens + commits.positions[first]
         self.eligible = self.eligible[self.eligible < self.first_eos]
 
     def _next_step(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import torch
 
+from services.denoiser.host_memory import keep_freed_memory
 from services.denoiser.models import ARCHITECTURES, Model
 from services.denoiser.weights import Weights
 
@@ -16,14 +17,18 @@ def load_model(folder: str | Path, *, device: str | torch.device = "cpu", dtype:
     """Load the model in `folder`, with all its weights as `dtype` on `device`.
 
     Raises ValueError, naming file and reason, for an unknown architecture or dtype, a setting in config.json that is
-    not supported, and a file or tensor that is missing or does not fit.
+    not supported, and a file or tensor that is missing or does not fit. On the CPU it also has the process keep freed
+    memory (see host_memory.py).
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r} is not one of {sorted(DTYPES)}")
     folder = Path(folder)
     config = read_config(folder)
     architecture = _architecture(folder, config)
-    with Weights(folder, device=torch.device(device), dtype=DTYPES[dtype]) as weights:
+    device = torch.device(device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    with Weights(folder, device=device, dtype=DTYPES[dtype]) as weights:
         return ARCHITECTURES[architecture](architecture, config, weights)
 
 

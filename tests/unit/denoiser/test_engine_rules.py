@@ -325,20 +325,41 @@ def test_a_finished_request_is_held_but_rides_no_more() -> None:
     assert (engine.running, engine.free_kv_tokens) == ([], 64)
 
 
-def test_a_request_id_can_come_again_in_other_slots_of_the_same_size() -> None:
+def slots(model: ScriptedModel) -> list[int]:
+    assert model.batch is not None
+    return model.batch.slots_T.tolist()
+
+
+def test_a_request_id_can_come_again_in_other_slots() -> None:
     """Nothing remembered of the old one may be used for the new one."""
     model = ScriptedModel(script(*[(4, SURE), (4, SURE), (4, SURE), (5, UNSURE)] * 2))
-    engine = make_engine(model)
+    engine = make_engine(model, max_batch_tokens=10)
     engine.admit(make_job(request_id="a"))
     engine.admit(make_job(request_id="b"))
     engine.step()
+    engine.step()
+    assert slots(model) == list(range(10, 20))
     engine.remove("a")
     engine.remove("b")
     engine.admit(make_job(request_id="b", prompt_ids=[6, 6]))
     engine.step()
+    assert slots(model) == list(range(10))
     assert model.batch is not None
-    assert model.batch.slots_T.tolist() == list(range(10))
     assert model.batch.token_ids_T[:2].tolist() == [6, 6]
+
+
+def test_a_request_whose_slots_moved_goes_on_in_the_new_ones() -> None:
+    model = ScriptedModel(script(*[(4, UNSURE)] * 8))
+    engine = make_engine(model, kv_budget_tokens=30, max_batch_tokens=10)
+    engine.admit(make_job(request_id="a"))
+    engine.admit(make_job(request_id="b"))
+    engine.remove("a")
+    engine.step()
+    engine.step()
+    assert slots(model) == list(range(12, 16))
+    engine.admit(make_job(request_id="c", prompt_ids=[3] * 12))  # needs both gaps; its 20 rows have to wait
+    engine.step()
+    assert slots(model) == list(range(2, 6))
 
 
 def test_a_step_says_how_long_its_parts_took() -> None:
