@@ -18,6 +18,7 @@ import msgspec
 from litestar import Litestar, MediaType, Request, Response, delete, get, post
 from litestar.enums import ScopeType
 from litestar.exceptions import HTTPException
+from litestar.params import FromPath
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
 
@@ -270,18 +271,18 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
         return {"object": "list", "data": [_model(gateway)]}
 
     @get("/v1/models/{name:path}", operation_class=ObjectOperation)
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: FromPath[str]) -> dict[str, Any]:
         wanted = str(name).removeprefix("/")
         if wanted != gateway.profile.model:
             raise ApiError(404, f"The model '{wanted[:200]}' does not exist.", param="model", code="model_not_found")
         return _model(gateway)
 
     @get("/v1/results/{result_id:str}", operation_class=ResultOperation)
-    async def get_result(result_id: str) -> dict[str, Any]:
+    async def get_result(result_id: FromPath[str]) -> dict[str, Any]:
         return await gateway.result(result_id, cancel=False)
 
     @delete("/v1/results/{result_id:str}", operation_class=ResultOperation, status_code=200)
-    async def delete_result(result_id: str) -> dict[str, Any]:
+    async def delete_result(result_id: FromPath[str]) -> dict[str, Any]:
         return await gateway.result(result_id, cancel=True)
 
     @get("/health/live", operation_class=ObjectOperation)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import uvicorn
 from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -28,7 +27,7 @@ from services.gateway.__main__ import _listen, _Server, _uvicorn_config, load_ga
 from services.gateway.config import GatewayConfig
 from services.gateway.http import Gateway
 from services.gateway.text import TextCodec, load_codec
-from services.progress import Overtaken, subject_of, write_record
+from services.progress import Overtaken, write_record
 from services.runtime import Runtime
 
 SPECIALS = ["<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|eot_id|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -78,6 +77,13 @@ def write_profile(folder: Path, *, time_limit_s: float = 60.0, more: str = "") -
 
 def load_test_codec(folder: Path) -> TextCodec:
     return load_codec(write_model_folder(folder), MASK_ID)
+
+
+async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    """Raises TimeoutError where the condition stays false."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - conditions are about other processes, too
+            await asyncio.sleep(0.005)
 
 
 class Play(NamedTuple):
@@ -197,8 +203,7 @@ class Cluster:
                     blocks=[*record.blocks, _cost()],
                 )
                 if last and not play.forever:
-                    while play.ending is not None and not play.ending():
-                        await asyncio.sleep(0.01)
+                    await until(play.ending or (lambda: True), 60)
                     record = structs.replace(
                         record,
                         state="failed" if play.fail else "finished",
@@ -212,9 +217,7 @@ class Cluster:
 
 
 def _cost() -> BlockCost:
-    return BlockCost(
-        instance_id="i-0", tp_degree=1, recompute_steps=1, cache_steps=3, mean_threshold=0.8, seconds=0.01
-    )
+    return BlockCost(instance_id="i-0", tp_degree=1, recompute_steps=1, cache_steps=3, mean_threshold=0.8, seconds=0.01)
 
 
 class Rig(NamedTuple):
@@ -240,7 +243,7 @@ async def run_rig(
     time_limit_s: float = 60.0,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """`script` defaults to one that says the prompt's last characters backwards... or anything a test sets later."""
+    """`script` says "hello world" where the test names none."""
     tokenizer = build_tokenizer()
     profile = write_profile(folder, time_limit_s=time_limit_s)
     config = GatewayConfig(port=0, profile=str(profile), **settings)
@@ -250,11 +253,11 @@ async def run_rig(
     cluster = Cluster(cluster_bus, script or (lambda request: Play(tokenizer.encode("hello world").ids)))
     await cluster.start()
     async with run_gateway(nats_settings, config) as (url, gateway):
-        async with asyncio.timeout(10):
-            while not gateway.service.live_instances:
-                await asyncio.sleep(0.01)
-        yield Rig(url, gateway, cluster, tokenizer)
-    await cluster.stop()
+        await until(lambda: gateway.service.live_instances)
+        try:
+            yield Rig(url, gateway, cluster, tokenizer)
+        finally:
+            await cluster.stop()
     await cluster_bus.close()
 
 
@@ -269,9 +272,7 @@ async def run_gateway(nats_settings: NatsSettings, config: GatewayConfig) -> Asy
     runtime.spawn(gateway.service.beat(), name="status")
     server = _Server(_uvicorn_config(config, gateway))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    async with asyncio.timeout(10):
-        while not server.started:
-            await asyncio.sleep(0.005)
+    await until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", gateway
     finally:
@@ -294,8 +295,7 @@ def rig_in_thread(nats_url: str, folder: Path, script: Callable[[GenerateRequest
     async def run() -> None:
         async with run_rig(nats_url, folder, script) as rig:
             ready.append(rig.url)
-            while not stop.is_set():
-                await asyncio.sleep(0.02)
+            await asyncio.to_thread(stop.wait)
 
     def target() -> None:
         try:

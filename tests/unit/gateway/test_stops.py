@@ -1,5 +1,7 @@
 """Stop strings in text that comes in pieces."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ def first_complete(text: str, stops: list[str]) -> int | None:
 
 def cut(text: str, places: list[int]) -> list[str]:
     bounds = [0, *sorted(min(place, len(text)) for place in places), len(text)]
-    return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 @given(text=ALPHABET, stops=STOPS, places=st.lists(st.integers(0, 24), max_size=8))

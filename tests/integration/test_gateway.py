@@ -1,0 +1,680 @@
+"""The gateway over HTTP and a real nats-server; scheduler and worker are played by script."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from contracts import subjects
+from contracts.messages import GatewayStatus, GenerateRequest, ProgressRecord, StatusAsk
+from services.bus import NatsSettings
+from services.gateway.config import GatewayConfig
+from tests.conftest import NatsServer
+from tests.integration.gateway_rig import MODEL, Play, Rig, run_gateway, run_rig, until
+
+pytestmark = pytest.mark.integration
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "say it"}]}
+TEXT = {"model": MODEL, "prompt": "say it"}
+
+StartRig = Callable[..., Awaitable[Rig]]
+
+
+@pytest_asyncio.fixture
+async def start(nats_server: NatsServer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> AsyncIterator[StartRig]:
+    """Starts the rig with settings of the test's own. No handler may have raised by the test's end."""
+    async with AsyncExitStack() as stack:
+
+        async def start_rig(**settings: Any) -> Rig:
+            return await stack.enter_async_context(run_rig(nats_server.url, tmp_path / "profile", **settings))
+
+        yield start_rig
+    assert "Traceback" not in caplog.text
+
+
+@pytest_asyncio.fixture
+async def rig(start: StartRig) -> Rig:
+    return await start()
+
+
+@pytest_asyncio.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=30) as client:
+        yield client
+
+
+def says(rig: Rig, text: str, **how: Any) -> None:
+    """From now on the worker answers so."""
+    ids = rig.ids(text)
+    rig.cluster.script = lambda request: Play(ids, **how)
+
+
+def events_of(body: str) -> list[Any]:
+    """The stream's events: chunks, "[DONE]", pings as None. Fails on anything that is no well-formed event."""
+    assert body.endswith("\n\n")
+    events: list[Any] = []
+    for block in body[:-2].split("\n\n"):
+        assert "\n" not in block
+        if block == ": ping":
+            events.append(None)
+            continue
+        assert block.startswith("data: ")
+        data = block.removeprefix("data: ")
+        events.append(data if data == "[DONE]" else json.loads(data))
+    return events
+
+
+async def stream(client: httpx.AsyncClient, rig: Rig, **fields: Any) -> list[Any]:
+    response = await client.post(rig.url + "/v1/chat/completions", json={**CHAT, "stream": True, **fields})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return events_of(response.text)
+
+
+def contents(events: list[Any], choice: int = 0) -> list[str]:
+    parts = [c for e in events if isinstance(e, dict) for c in e["choices"] if c["index"] == choice]
+    return [part["delta"]["content"] for part in parts if part["delta"].get("content")]
+
+
+def request_id_of(events: list[Any]) -> str:
+    request_id: str = events[0]["id"].removeprefix("chatcmpl-")
+    return request_id
+
+
+async def until_it_is(read: Callable[[], Awaitable[object]], wanted: object) -> None:
+    """Raises TimeoutError where it never is."""
+    async with asyncio.timeout(10):
+        while await read() != wanted:  # noqa: ASYNC110 - what is read is another process's
+            await asyncio.sleep(0.05)
+
+
+def check_error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["x-request-id"]
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+# --- shapes ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_has_openais_shape(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefghijklmnopqrst", block_s=0.05)
+    events = await stream(client, rig)
+    *chunks, done = events
+    assert done == "[DONE]"
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert contents(chunks) == ["abcdefgh", "ijklmnop", "qrst"]
+    for chunk in chunks:
+        assert chunk["object"] == "chat.completion.chunk"
+        assert (chunk["id"], chunk["created"], chunk["model"]) == (chunks[0]["id"], chunks[0]["created"], MODEL)
+        assert "usage" not in chunk
+        assert "finish_reason" in chunk["choices"][0]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert [("tediserve" in c) for c in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+async def test_usage_comes_once_in_a_last_chunk_without_choices(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefghijkl")
+    *chunks, last, done = await stream(client, rig, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    prompt_tokens = len(rig.cluster.seen[request_id_of(chunks)].prompt_ids)
+    assert last["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 12,
+        "total_tokens": prompt_tokens + 12,
+    }
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["tediserve"]["steps"] == 8
+    assert all("tediserve" not in chunk for chunk in chunks)
+
+
+async def test_a_whole_answer_has_openais_shape(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "hello world", finish="length")
+    response = await client.post(rig.url + "/v1/chat/completions", json={**CHAT, "slo_ms": 60_000})
+    answer = response.json()
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "hello world", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+        }
+    ]
+    assert answer["usage"]["completion_tokens"] == 2
+    extra = answer["tediserve"]
+    assert (extra["deadline_met"], extra["steps"], extra["mean_threshold"], extra["moves"]) == (True, 4, 0.8, 0)
+    assert 0 <= extra["queue_s"] <= extra["total_s"] < 10
+
+
+async def test_choices_and_prompts_are_told_apart(rig: Rig, client: httpx.AsyncClient) -> None:
+    rig.cluster.script = lambda request: Play(rig.ids(f"{len(request.prompt_ids)}"))
+    body = {**TEXT, "prompt": ["a", "bb", "ccc"], "n": 2}
+    answer = (await client.post(rig.url + "/v1/completions", json=body)).json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert [(c["index"], c["text"]) for c in answer["choices"]] == [(i, str(i // 2 + 1)) for i in range(6)]
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 6, "total_tokens": 12}
+
+
+async def test_completions_stream_text(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefghij", block_s=0.05)
+    response = await client.post(rig.url + "/v1/completions", json={**TEXT, "stream": True, "logprobs": 1})
+    *chunks, done = events_of(response.text)
+    assert done == "[DONE]"
+    assert [c["choices"][0]["text"] for c in chunks] == ["abcdefgh", "ij", ""]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, None, "stop"]
+    logprobs = [c["choices"][0]["logprobs"] for c in chunks[:2]]
+    assert [token for entry in logprobs for token in entry["tokens"]] == list("abcdefghij")
+    assert logprobs[1]["text_offset"] == [8, 9]
+    assert logprobs[1]["top_logprobs"] == [
+        {"i": pytest.approx(-0.6931, abs=1e-4)},
+        {"j": pytest.approx(-0.6931, abs=1e-4)},
+    ]
+
+
+async def test_logprobs_of_a_chat_are_the_confidences_at_commit(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "a é")
+    body = {**CHAT, "logprobs": True, "top_logprobs": 1}
+    entries = (await client.post(rig.url + "/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"][
+        "content"
+    ]
+    assert [bytes(entry["bytes"]) for entry in entries] == [b"a", b" ", b"\xc3", b"\xa9"]
+    for entry in entries:
+        assert entry["logprob"] == pytest.approx(-0.6931, abs=1e-4)
+        assert [top["token"] for top in entry["top_logprobs"]] == [entry["token"]]
+
+
+async def test_max_tokens_reaches_the_worker_exactly(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefghijklmnop", finish="length")
+    answer = (await client.post(rig.url + "/v1/completions", json={**TEXT, "max_tokens": 11})).json()
+    assert answer["choices"][0]["text"] == "abcdefghijk"
+    assert answer["usage"]["completion_tokens"] == 11
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_characters_that_straddle_blocks_arrive_whole(rig: Rig, client: httpx.AsyncClient) -> None:
+    text = "7 byte😀 and näïve ﷽ ✓✓✓✓"
+    says(rig, text, block_s=0.01)
+    pieces = contents(await stream(client, rig))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+# --- stop strings ------------------------------------------------------------------------------------------------
+
+
+async def test_no_part_of_a_stop_string_leaks_and_the_rest_is_cancelled(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefSTOPghijklmnopqrstuvwxyz", block_s=0.05, forever=True)
+    events = await stream(client, rig, stop=["STOP", "zzz"])
+    assert "".join(contents(events)) == "abcdef"
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+    request_id = request_id_of(events)
+    await until(lambda: request_id in rig.cluster.final and request_id in rig.cluster.cancelled_at)
+    record = rig.cluster.final[request_id]
+    assert (record.state, record.reason) == ("cancelled", "stop_string")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_stop_string_in_one_choice_leaves_the_other_running(
+    rig: Rig, client: httpx.AsyncClient, streamed: bool
+) -> None:
+    ids = [rig.ids("ab#cdefghijkl"), rig.ids("hello world")]
+    rig.cluster.script = lambda request: Play(ids[request.request_id.endswith("-1")], block_s=0.02)
+    if streamed:
+        events = await stream(client, rig, n=2, stop="#")
+        texts = ["".join(contents(events, choice)) for choice in (0, 1)]
+        finishes = [c["finish_reason"] for e in events[:-1] for c in e["choices"] if c["finish_reason"]]
+        assert finishes == ["stop", "stop"]
+    else:
+        answer = (await client.post(rig.url + "/v1/chat/completions", json={**CHAT, "n": 2, "stop": "#"})).json()
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert texts == ["ab", "hello world"]
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+FAILURES = [
+    ("worker_lost", 500, "worker_lost", "false"),
+    ("engine_error", 500, "engine_error", "false"),
+    ("too_long", 400, "context_length_exceeded", None),
+    ("unknown_model", 400, "model_not_found", None),
+    ("expired", 504, "expired", "false"),
+]
+
+
+@pytest.mark.parametrize(("reason", "status", "code", "retry"), FAILURES)
+async def test_a_failed_request_is_an_error(
+    rig: Rig, client: httpx.AsyncClient, reason: Any, status: int, code: str, retry: str | None
+) -> None:
+    says(rig, "hello", fail=reason)
+    response = await client.post(rig.url + "/v1/chat/completions", json=CHAT)
+    assert check_error(response, status)["code"] == code
+    assert response.headers.get("x-should-retry") == retry
+
+
+async def test_a_stream_that_fails_ends_with_an_error_and_without_done(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefghijkl", block_s=0.05, fail="worker_lost")
+    events = await stream(client, rig)
+    assert contents(events[:-1])[0] == "abcdefgh"
+    assert events[-1]["error"]["code"] == "worker_lost"
+    assert "[DONE]" not in events
+    assert all(c["finish_reason"] is None for e in events[:-1] for c in e["choices"])
+
+
+async def test_one_choice_that_fails_fails_the_call_and_cancels_the_other(rig: Rig, client: httpx.AsyncClient) -> None:
+    def script(request: GenerateRequest) -> Play:
+        if request.request_id.endswith("-1"):
+            return Play(rig.ids("ab"), fail="engine_error", block_s=0.05)
+        return Play(rig.ids("abcdefghijklmnop"), forever=True)
+
+    rig.cluster.script = script
+    check_error(await client.post(rig.url + "/v1/chat/completions", json={**CHAT, "n": 2}), 500)
+    await until(lambda: len(rig.cluster.final) == 2)
+    assert {record.reason for record in rig.cluster.final.values()} == {"engine_error", "sibling_failed"}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_request_past_its_time_limit_is_cancelled(
+    start: StartRig, client: httpx.AsyncClient, streamed: bool
+) -> None:
+    rig = await start(time_limit_s=0.5)
+    says(rig, "abcdefgh", forever=True)
+    response = await client.post(rig.url + "/v1/chat/completions", json={**CHAT, "stream": streamed})
+    if streamed:
+        *_, last = events_of(response.text)
+        assert last["error"]["code"] == "expired"
+    else:
+        assert check_error(response, 504)["code"] == "expired"
+    await until(lambda: rig.cluster.final)
+    (record,) = rig.cluster.final.values()
+    assert (record.state, record.reason) == ("cancelled", "expired")
+
+
+async def test_a_stream_with_nothing_to_say_pings(start: StartRig, client: httpx.AsyncClient) -> None:
+    rig = await start(ping_every_s=0.1)
+    says(rig, "hello", block_s=0.5)
+    events = await stream(client, rig)
+    assert events.count(None) >= 3
+    assert contents([e for e in events if e]) == ["hello"]
+
+
+# --- admission ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_queue_is_429_and_leaves_nothing_behind(start: StartRig, client: httpx.AsyncClient) -> None:
+    rig = await start(nats={"max_open_requests": 3})
+    says(rig, "hello", forever=True)
+    held = [asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json=CHAT)) for _ in range(2)]
+    await until(lambda: len(rig.cluster.seen) == 2)
+    response = await client.post(rig.url + "/v1/chat/completions", json={**CHAT, "n": 2})
+    assert check_error(response, 429)["code"] == "too_many_requests"
+    assert int(response.headers["retry-after"]) >= 1
+    await until(lambda: len(rig.cluster.final) == 1)  # the choice that had been stored
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    await until(lambda: len(rig.cluster.final) == 3)
+
+
+async def test_a_gateway_takes_no_more_calls_than_it_bears(start: StartRig, client: httpx.AsyncClient) -> None:
+    rig = await start(max_open_calls=1)
+    says(rig, "hello", forever=True)
+    held = asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json=CHAT))
+    await until(lambda: rig.cluster.seen)
+    response = await client.post(rig.url + "/v1/chat/completions", json=CHAT)
+    assert check_error(response, 429)["code"] == "too_many_calls"
+    held.cancel()
+    await asyncio.gather(held, return_exceptions=True)
+
+
+async def test_without_nats_it_is_503_and_live_but_not_ready(
+    start: StartRig, client: httpx.AsyncClient, nats_server: NatsServer
+) -> None:
+    rig = await start(admit_limit_s=0.5)
+    nats_server.kill()
+    response = await client.post(rig.url + "/v1/chat/completions", json=CHAT)
+    assert check_error(response, 503)["code"] == "bus_unavailable"
+    assert response.headers["retry-after"]
+    assert (await client.get(rig.url + "/health/live")).status_code == 200
+    check_error(await client.get(rig.url + "/health/ready"), 503)
+    check_error(await client.get(rig.url + "/v1/results/" + "0" * 32), 503)
+    nats_server.start()
+
+
+async def test_a_call_waits_out_a_short_absence_of_nats(
+    start: StartRig, client: httpx.AsyncClient, nats_server: NatsServer
+) -> None:
+    rig = await start(admit_limit_s=15)
+    nats_server.kill()
+    call = asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json=CHAT))
+    await until(lambda: not rig.gateway.service.connected)
+    nats_server.start()
+    answer = (await call).json()
+    assert answer["choices"][0]["message"]["content"] == "hello world"
+    assert len(rig.cluster.seen) == 1
+
+
+async def test_streams_live_through_a_restart_of_nats(
+    rig: Rig, client: httpx.AsyncClient, nats_server: NatsServer
+) -> None:
+    text = "abcdefghijklmnopqrstuvwxyz"
+    go_on = asyncio.Event()
+    says(rig, text, block_s=0.2, ending=go_on.is_set)
+    streams = [asyncio.create_task(stream(client, rig)) for _ in range(5)]
+    await until(lambda: len(rig.cluster.seen) == 5)
+    nats_server.kill()
+    await until(lambda: not rig.gateway.service.connected)
+    nats_server.start()
+    go_on.set()
+    for events in await asyncio.gather(*streams):
+        assert "".join(contents([e for e in events[:-1] if e])) == text
+        assert events[-1] == "[DONE]"
+
+
+async def test_without_an_instance_for_long_it_is_503(start: StartRig, client: httpx.AsyncClient) -> None:
+    rig = await start(no_instance_limit_s=0.5)
+    assert (await client.get(rig.url + "/health/ready")).status_code == 200
+    rig.cluster.alive = False
+
+    url = rig.url + "/v1/chat/completions"
+
+    async def status() -> int:
+        return (await client.post(url, json=CHAT)).status_code
+
+    await until_it_is(status, 503)
+    response = await client.post(rig.url + "/v1/chat/completions", json=CHAT)
+    assert check_error(response, 503)["code"] == "no_instance"
+    assert response.headers["retry-after"]
+
+
+# --- hang-ups ----------------------------------------------------------------------------------------------------
+
+
+async def hang_up(rig: Rig, *, streamed: bool) -> None:
+    """A client that asks and closes its connection once the worker has begun."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    body = json.dumps({**CHAT, "stream": streamed, "user": "hang-up"}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    known = set(rig.cluster.seen)
+    writer.write(head.encode() + body)
+    await writer.drain()
+    await until(lambda: set(rig.cluster.seen) - known)
+    if streamed:
+        await reader.readuntil(b"assistant")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_who_hangs_up_cancels_streamed_or_not(rig: Rig) -> None:
+    """50 clients: from close to the worker hearing of it."""
+    says(rig, "hello", forever=True)
+    took_ms = []
+    for number in range(50):
+        known = set(rig.cluster.seen)
+        await hang_up(rig, streamed=number % 2 == 0)
+        closed_at = time.monotonic()
+        (request_id,) = set(rig.cluster.seen) - known
+        await until(lambda i=request_id: i in rig.cluster.cancelled_at)  # type: ignore[misc]
+        took_ms.append((rig.cluster.cancelled_at[request_id] - closed_at) * 1000)
+        await until(lambda i=request_id: i in rig.cluster.final)  # type: ignore[misc]
+        assert rig.cluster.final[request_id].reason == "client_gone"
+    took_ms.sort()
+    print(f"hang-up to cancel: p50 {took_ms[25]:.1f} ms, p95 {took_ms[47]:.1f} ms")
+    assert took_ms[47] < 50
+    assert not rig.gateway.service._open
+
+
+async def test_a_client_that_reads_nothing_is_given_up(start: StartRig) -> None:
+    rig = await start(send_limit_s=1.0, time_limit_s=50)
+    ids = rig.ids("x" * 128)
+    rig.cluster.script = lambda request: Play(ids, block_s=0.0, forever=True)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]), limit=1024)
+    body = json.dumps({**CHAT, "stream": True, "n": 16, "max_tokens": 128, "logprobs": True}).encode()
+    writer.write(
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    )
+    await until(lambda: len(rig.cluster.seen) == 16)
+    writer.close()
+    await until(lambda: len(rig.cluster.final) == 16)
+    del reader
+
+
+# --- idempotency -------------------------------------------------------------------------------------------------
+
+
+async def test_a_repeat_attaches_to_the_running_request(rig: Rig, client: httpx.AsyncClient) -> None:
+    done = asyncio.Event()
+    says(rig, "abcdefghijkl", ending=done.is_set)
+    url, key = rig.url + "/v1/chat/completions", {"idempotency-key": "k1"}
+    first = asyncio.create_task(client.post(url, json=CHAT, headers=key))
+    await until(lambda: rig.cluster.seen)
+    second = asyncio.create_task(client.post(url, json={**CHAT, "stream": True}, headers=key))
+    other = asyncio.create_task(client.post(url, json=CHAT, headers={**key, "authorization": "Bearer other"}))
+    await until(lambda: len(rig.cluster.seen) == 2)
+    done.set()
+    whole, streamed = (await first).json(), events_of((await second).text)
+    await other
+    assert len(rig.cluster.seen) == 2
+    assert "".join(contents(streamed)) == whole["choices"][0]["message"]["content"] == "abcdefghijkl"
+    assert streamed[0]["id"] == whole["id"]
+    assert streamed[0]["created"] == whole["created"]
+
+
+async def test_a_call_with_a_key_outlives_its_client(rig: Rig, client: httpx.AsyncClient) -> None:
+    done = asyncio.Event()
+    says(rig, "abcdefghijkl", ending=done.is_set)
+    url, key = rig.url + "/v1/chat/completions", {"idempotency-key": "k2"}
+    first = asyncio.create_task(client.post(url, json=CHAT, headers=key))
+    await until(lambda: rig.cluster.seen)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    done.set()
+    await until(lambda: rig.cluster.final)
+    (record,) = rig.cluster.final.values()
+    assert record.state == "finished"
+    await until(lambda: not rig.gateway.service._open)
+    again = await client.post(url, json=CHAT, headers=key)
+    assert again.json()["choices"][0]["message"]["content"] == "abcdefghijkl"
+    assert len(rig.cluster.seen) == 1
+
+
+async def test_a_stop_string_ends_a_detached_call_that_nobody_listens_to(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefgh#jklmnopqrstuvw", block_s=0.1, forever=True)
+    url, key = rig.url + "/v1/chat/completions", {"idempotency-key": "k3"}
+    body = {**CHAT, "stop": "#", "stream": True}
+    async with client.stream("POST", url, json=body, headers=key) as response:
+        assert response.status_code == 200
+    await until(lambda: rig.cluster.final)
+    (record,) = rig.cluster.final.values()
+    assert record.reason == "stop_string"
+    again = events_of((await client.post(url, json=body, headers=key)).text)
+    assert "".join(contents(again)) == "abcdefgh"
+    assert again[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_key_stands_for_one_body_only(rig: Rig, client: httpx.AsyncClient) -> None:
+    url, key = rig.url + "/v1/chat/completions", {"idempotency-key": "k4"}
+    assert (await client.post(url, json=CHAT, headers=key)).status_code == 200
+    response = await client.post(url, json={**CHAT, "seed": 1}, headers=key)
+    assert check_error(response, 422)["code"] == "idempotency_key_reused"
+    response = await client.post(url, json=CHAT, headers={"idempotency-key": "x" * 300})
+    check_error(response, 400)
+
+
+async def test_a_repeat_at_another_gateway_attaches_too(
+    rig: Rig, client: httpx.AsyncClient, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    done = asyncio.Event()
+    says(rig, "abcdefghijkl", ending=done.is_set)
+    path, key = "/v1/chat/completions", {"idempotency-key": "k5"}
+    first = asyncio.create_task(client.post(rig.url + path, json={**CHAT, "n": 2}, headers=key))
+    await until(lambda: len(rig.cluster.seen) == 2)
+    config = GatewayConfig(port=0, profile=str(tmp_path / "profile"))
+    async with run_gateway(NatsSettings(url=nats_server.url), config) as (url, _):
+        second = asyncio.create_task(client.post(url + path, json={**CHAT, "n": 2}, headers=key))
+        await asyncio.sleep(0)
+        done.set()
+        a, b = (await first).json(), (await second).json()
+    assert a["choices"] == b["choices"]
+    assert a["usage"] == b["usage"]
+    assert len(rig.cluster.seen) == 2
+
+
+# --- results -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_result_can_be_read_while_it_runs_and_after(rig: Rig, client: httpx.AsyncClient) -> None:
+    done = asyncio.Event()
+    says(rig, "abcdef#hijklmnop", ending=done.is_set)
+    call = asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json={**CHAT, "stop": "#i"}))
+    await until(lambda: rig.cluster.seen)
+    (call_id,) = rig.cluster.seen
+    url = f"{rig.url}/v1/results/chatcmpl-{call_id}"
+
+    async def text() -> str:
+        content: str = (await client.get(url)).json()["choices"][0]["message"]["content"]
+        return content
+
+    await until_it_is(text, "abcdef#h")
+    running = (await client.get(url)).json()
+    assert (running["state"], running["choices"][0]["finish_reason"], running["error"]) == ("running", None, None)
+    done.set()
+    answer = (await call).json()
+    finished = (await client.get(url)).json()
+    assert finished == answer | {"state": "finished", "error": None}
+    assert finished["choices"][0]["message"]["content"] == "abcdef#hijklmnop"
+
+
+async def test_no_part_of_a_stop_string_is_in_a_result(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abc#defghijk")
+    answer = (await client.post(rig.url + "/v1/chat/completions", json={**CHAT, "stop": "#"})).json()
+    result = (await client.get(f"{rig.url}/v1/results/{answer['id']}")).json()
+    assert result["choices"][0] == answer["choices"][0]
+
+
+async def test_delete_cancels_all_choices(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefgh", forever=True)
+    call = asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json={**CHAT, "n": 2}))
+    await until(lambda: len(rig.cluster.seen) == 2)
+    call_id = min(rig.cluster.seen, key=len)
+    deleted = (await client.delete(f"{rig.url}/v1/results/chatcmpl-{call_id}")).json()
+    assert (deleted["state"], deleted["error"]["code"]) == ("cancelled", "cancelled")
+    error = check_error(await call, 409)
+    assert error["code"] == "cancelled"
+    await until(lambda: len(rig.cluster.final) == 2)
+    reasons = {record.reason for record in rig.cluster.final.values()}
+    assert reasons <= {"client_deleted", "sibling_failed"}
+    assert "client_deleted" in reasons
+
+
+async def test_a_waiting_call_is_queued(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "abcdefgh", block_s=30)
+    call = asyncio.create_task(client.post(rig.url + "/v1/completions", json=TEXT))
+    await until(lambda: rig.cluster.seen)
+    (call_id,) = rig.cluster.seen
+    result = (await client.get(f"{rig.url}/v1/results/cmpl-{call_id}")).json()
+    assert (result["state"], result["choices"][0]["text"]) == ("queued", "")
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.parametrize("result_id", ["0" * 32, "chatcmpl-" + "f" * 32, "nonsense", "0" * 33, "%00", "a.b", "*", ">"])
+async def test_an_unknown_result_is_404(rig: Rig, client: httpx.AsyncClient, result_id: str) -> None:
+    url = f"{rig.url}/v1/results/{result_id}"
+    assert check_error(await client.get(url), 404)["code"] == "result_not_found"
+    check_error(await client.delete(url), 404)
+
+
+# --- HTTP --------------------------------------------------------------------------------------------------------
+
+
+async def test_every_answer_has_a_request_id(rig: Rig, client: httpx.AsyncClient) -> None:
+    for path in ("/health/live", "/nowhere", "/v1/models", "/metrics"):
+        assert re.fullmatch("[0-9a-f]{32}", (await client.get(rig.url + path)).headers["x-request-id"])
+    mine = await client.get(rig.url + "/health/live", headers={"x-request-id": "mine-1"})
+    assert mine.headers["x-request-id"] == "mine-1"
+    insane = await client.get(rig.url + "/health/live", headers={"x-request-id": "a b\tc"})
+    assert insane.headers["x-request-id"] != "a b\tc"
+
+
+async def test_one_envelope_for_every_error(start: StartRig, client: httpx.AsyncClient) -> None:
+    rig = await start(max_body_bytes=2048)
+    url = rig.url + "/v1/chat/completions"
+    assert check_error(await client.get(rig.url + "/v1/nothing"), 404)["code"] == "unknown_url"
+    response = await client.get(url)
+    assert check_error(response, 405)["code"] == "method_not_allowed"
+    assert "POST" in response.headers["allow"]
+    too_large = {**CHAT, "user": "x" * 4000}
+    assert check_error(await client.post(url, json=too_large), 413)["code"] == "request_too_large"
+    check_error(await client.post(url, content=b"{"), 400)
+    check_error(await client.post(url, data={"a": "b"}), 415)
+    check_error(await client.post(url, json=CHAT, headers={"content-encoding": "gzip"}), 415)
+    check_error(await client.get(rig.url + "/schema/nothing"), 404)
+
+
+async def test_a_body_that_does_not_come_is_408(start: StartRig) -> None:
+    rig = await start(body_limit_s=0.3)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.readuntil(b"}}"), 10)
+    assert answer.startswith(b"HTTP/1.1 408")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_models_and_schema(rig: Rig, client: httpx.AsyncClient) -> None:
+    (model,) = (await client.get(rig.url + "/v1/models")).json()["data"]
+    assert (model["id"], model["object"]) == (MODEL, "model")
+    assert (await client.get(f"{rig.url}/v1/models/{MODEL}")).json() == model
+    assert check_error(await client.get(rig.url + "/v1/models/a/b"), 404)["code"] == "model_not_found"
+    schema = (await client.get(rig.url + "/schema")).json()
+    bodies = schema["components"]["schemas"]
+    assert bodies["ChatBody"]["properties"]["messages"]
+    assert schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+
+
+async def test_metrics_count_what_was_served(rig: Rig, client: httpx.AsyncClient) -> None:
+    await client.post(rig.url + "/v1/chat/completions", json=CHAT)
+    text = (await client.get(rig.url + "/metrics")).text
+    assert 'tediserve_http_requests_total{route="/v1/chat/completions",status="200"}' in text
+    assert "tediserve_gateway_first_block_seconds_count" in text
+
+
+async def test_a_gateway_tells_that_it_lives_each_second_and_when_asked(rig: Rig) -> None:
+    heard: list[GatewayStatus] = []
+    await rig.cluster.bus.subscribe("status.gateway.*", GatewayStatus, heard.append)
+    await rig.cluster.bus.flush()
+    await until(lambda: len(heard) >= 2, 5)
+    count = len(heard)
+    await rig.cluster.bus.publish(subjects.STATUS_ASK, StatusAsk())
+    await until(lambda: len(heard) > count, 0.9)
+    assert {status.gateway_id for status in heard} == {rig.gateway.service.gateway_id}
+
+
+async def test_malformed_records_are_ignored(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "hello world", block_s=0.2)
+    call = asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json=CHAT))
+    await until(lambda: rig.cluster.seen)
+    gateway_id = rig.gateway.service.gateway_id
+    bus = rig.cluster.bus
+    await bus.append(subjects.progress(gateway_id, "other"), {"no": "record"})
+    await bus.append(
+        subjects.progress(gateway_id, "liar"),
+        ProgressRecord(request_id=next(iter(rig.cluster.seen)), gateway_id=gateway_id, attempt=1, state="failed"),
+    )
+    assert (await call).json()["choices"][0]["message"]["content"] == "hello world"
