@@ -43,7 +43,8 @@ class Run:
         self.started_at = event.wall if resume is None or resume.started_at is None else resume.started_at
         self.token_ids = list(resume.token_ids) if resume else []  # of whole blocks
         self.confidences = _padded(resume.confidences, len(self.token_ids)) if resume else []
-        self.blocks = list(resume.blocks) if resume else []
+        self.blocks_done = resume.blocks_done if resume else 0
+        self.blocks = list(resume.blocks) if resume else []  # what they cost, as far as it is known
         self.steps_before = sum(b.recompute_steps + b.cache_steps for b in self.blocks)  # the current block
         self._start_block()
         # storing
@@ -61,10 +62,6 @@ class Run:
         self.recompute_steps = self.cache_steps = 0
         self.threshold_sum = 0.0
         self.block_started: float | None = None
-
-    @property
-    def blocks_done(self) -> int:
-        return len(self.blocks)
 
     @property
     def steps_in_block(self) -> int:
@@ -105,6 +102,7 @@ class Run:
                 seconds=max(0.0, step.ended - self.block_started),
             )
         )
+        self.blocks_done += 1
         self.steps_before += self.steps_in_block
         self._start_block()
 

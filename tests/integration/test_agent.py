@@ -1,0 +1,115 @@
+"""A real agent and its real workers on a real nats-server."""
+
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from contracts import messages as m
+from services.bus import Bus
+from tests.conftest import NatsServer
+from tests.integration.worker_stage import Process, Served, Stage, ended, until
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("profile"))
+
+
+@pytest_asyncio.fixture
+async def stage(bus: Bus, nats_server: NatsServer, tmp_path: Path, served: Served) -> AsyncIterator[Stage]:
+    stage = Stage(bus, nats_server.url, tmp_path, served)
+    await stage.begin()
+    with ended(stage):
+        yield stage
+
+
+def states(stage: Stage) -> list[tuple[str, str]]:
+    node = stage.nodes.get("node")
+    return [(instance.instance_id, instance.state) for instance in node.instances] if node else []
+
+
+def children(process: Process) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children()
+
+
+async def running_agent(stage: Stage, **settings: object) -> tuple[Process, list[str]]:
+    """An agent whose workers are ready, and their ids by slot."""
+    agent = stage.start("agent", node_id="node", **settings)
+    await until(lambda: [s for _, s in states(stage)] == ["running"] * 2, "both workers are ready", 60)
+    ids = [instance_id for instance_id, _ in states(stage)]
+    assert all(instance_id in stage.statuses for instance_id in ids)
+    return agent, ids
+
+
+async def test_it_runs_its_workers_announces_a_killed_one_and_starts_another(stage: Stage) -> None:
+    agent, ids = await running_agent(stage)
+    assert [instance_id[:7] for instance_id in ids] == ["node-0-", "node-1-"]
+    request = stage.served.request(0)
+    await stage.assign(ids[0], request)
+    assert len(children(agent)) == 2
+    victim = next(child for child in children(agent) if ids[0] in child.environ().values())
+    killed_at = time.monotonic()
+    victim.kill()
+    await until(lambda: stage.lost, "it is announced")
+    assert time.monotonic() - killed_at < 0.5
+    assert stage.lost == [m.InstanceLost(instance_id=ids[0], detail="killed by SIGKILL")]
+    await until(lambda: [s for _, s in states(stage)] == ["running"] * 2, "another runs", 60)
+    (replacement, _), (untouched, _) = states(stage)
+    assert replacement not in ids
+    assert untouched == ids[1]
+    assert stage.nodes["node"].instances[0].restarts == 1
+    await stage.assign(replacement, request)
+    stage.check_answer(0, await stage.until_state(request, "finished"))
+
+
+async def test_its_death_takes_the_workers_with_it_even_stopped_ones(stage: Stage) -> None:
+    agent, _ = await running_agent(stage)
+    workers = children(agent)
+    workers[0].suspend()
+    agent.signal(signal.SIGKILL)
+    await until(lambda: not any(_lives(worker) for worker in workers), "they are gone", 10)
+
+
+async def test_asked_to_stop_it_drains_the_workers_and_leaves_nothing_behind(stage: Stage) -> None:
+    agent, ids = await running_agent(stage)
+    request = stage.served.request(1)
+    await stage.assign(ids[1], request)
+    workers = children(agent)
+    agent.signal(signal.SIGTERM)
+    stage.check_answer(1, await stage.until_state(request, "finished"))
+    assert await agent.exit_code() == 0
+    assert not any(_lives(worker) for worker in workers)
+    assert {lost.detail for lost in stage.lost} == {"exit code 0 (stopped)"}
+
+
+async def test_a_worker_that_does_not_stop_is_killed(stage: Stage) -> None:
+    agent, _ = await running_agent(stage, stop_limit_s=1)
+    workers = children(agent)
+    workers[0].suspend()
+    agent.signal(signal.SIGTERM)
+    assert await agent.exit_code() == 0
+    assert not any(_lives(worker) for worker in workers)
+
+
+async def test_workers_that_cannot_start_are_tried_at_growing_intervals_and_it_says_why(
+    stage: Stage, tmp_path: Path
+) -> None:
+    stage.start("agent", node_id="node", profile=tmp_path / "nowhere", workers=1)
+    await until(lambda: states(stage) == [("node-0", "backing_off")], "it backs off", 60)
+    (instance,) = stage.nodes["node"].instances
+    assert instance.detail == "exit code 2 (wrong configuration)"
+    assert instance.restarts >= 2
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
