@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, delete, get, post
 from litestar.enums import ScopeType
-from litestar.exceptions import HTTPException
+from litestar.exceptions import HTTPException, InternalServerException
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
@@ -97,6 +97,8 @@ class Gateway:
         try:
             async with asyncio.timeout(self.config.body_limit_s):
                 return await request.body()
+        except InternalServerException:  # Litestar's word for a client that left, or broke off in a chunk
+            raise ApiError(400, "The request's body ended too early.", code="incomplete_body") from None
         except TimeoutError:
             raise ApiError(
                 408, f"The request's body did not come within {self.config.body_limit_s:g} s.", retry_helps=False
@@ -385,7 +387,7 @@ def _on_http_exception(request: Request[Any, Any, Any], error: HTTPException) ->
     status = error.status_code
     if status >= 500:
         return _on_exception(request, error)
-    method, path = request.method, request.url.path[:200]
+    method, path = request.method, str(request.scope["path"])[:200]  # `url` would raise on a nonsensical Host
     message = {
         404: f"Unknown URL: {method} {path}",
         405: f"{method} is not allowed on {path}.",
@@ -405,7 +407,7 @@ def _no_page(response: Response[Any]) -> Response[Any]:
 
 
 def _on_exception(request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
-    logger.error("error in %s %s", request.method, request.url.path, exc_info=error)
+    logger.error("error in %s %s", request.method, request.scope["path"], exc_info=error)
     return _on_api_error(request, _INTERNAL)
 
 

@@ -1,54 +1,38 @@
-"""The server that the end-to-end tests talk to."""
+"""The whole stack that the end-to-end tests talk to: started once, as `make up` starts it."""
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from contracts.messages import GenerateRequest
-from tests.conftest import NatsServer
-from tests.integration.gateway_rig import Play, build_tokenizer, rig_in_thread
+from tests.integration import random_model
+from tests.integration.stack import ROOT, Stack, running_stack
 
-_ANSWER = "The answer is 42 ✓ and naïve 😀 people may well want many more words than that, says the worker."
-
-
-class _LogKeeper(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
+BUILT_IN_PROFILE = ROOT / "profiles" / "tiny-cpu"
 
 
 @pytest.fixture(scope="session")
-def _log_keeper() -> Iterator[_LogKeeper]:
-    keeper = _LogKeeper()
-    logging.getLogger().addHandler(keeper)
-    yield keeper
-    logging.getLogger().removeHandler(keeper)
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model's; where its weights are not there, one with random weights."""
+    if (BUILT_IN_PROFILE / "model" / "config.json").exists():
+        return BUILT_IN_PROFILE
+    return random_model.write_profile(tmp_path_factory.mktemp("random") / "profile")
 
 
 @pytest.fixture(scope="session")
-def base_url(tmp_path_factory: pytest.TempPathFactory, _log_keeper: _LogKeeper) -> Iterator[str]:
+def stack(tmp_path_factory: pytest.TempPathFactory, profile: Path) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("e2e"), profile) as running:
+        yield running
+        assert "Traceback" not in running.logs(), running.logs()
+
+
+@pytest.fixture(scope="session")
+def base_url(stack: Stack) -> str:
     """Where the server is, without a slash at the end."""
-    folder: Path = tmp_path_factory.mktemp("e2e")
-    ids = build_tokenizer().encode(_ANSWER).ids
-
-    def script(request: GenerateRequest) -> Play:
-        return Play(ids, "length" if request.max_tokens <= len(ids) else "eos", block_s=0.005)
-
-    server = NatsServer(folder)
-    server.start()
-    try:
-        with rig_in_thread(server.url, folder / "profile", script) as url:
-            yield url
-    finally:
-        server.kill()
+    return stack.url
 
 
 @pytest.fixture(scope="session")
-def server_log(_log_keeper: _LogKeeper) -> Callable[[], str]:
-    """All that the server has logged so far."""
-    return lambda: "\n".join(_log_keeper.lines)
+def server_log(stack: Stack) -> Callable[[], str]:
+    """All that the gateway has logged so far."""
+    return (stack.data / "log" / "gateway.log").read_text
