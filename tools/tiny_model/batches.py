@@ -11,7 +11,7 @@
 """
 # ruff: noqa: N815 -- tensor names end in their shape
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 
@@ -89,7 +89,14 @@ class BatchMaker:
     def batch(self, rank: int, step: int) -> Batch:
         """The batch of this rank and step."""
         group = self._pool(rank, step // POOL_STEPS)[step % POOL_STEPS]
-        return self._masked(group, Random(f"mask/{self._config.seed}/{rank}/{step}"))
+        return self._masked([self._fitted(text) for text in group], Random(f"mask/{self._config.seed}/{rank}/{step}"))
+
+    def _fitted(self, text: Text) -> Text:
+        """Without the oldest part of a conversation that is longer than the model's context."""
+        num_kept = self._config.max_length - len(text.canvas) - 1
+        if len(text.prompt) <= num_kept + 1:
+            return text
+        return replace(text, prompt=[self._bos, *text.prompt[-num_kept:]])
 
     def _draw_pool(self, rank: int, pool_index: int) -> list[list[Text]]:
         """The groups of texts of POOL_STEPS steps, one a step."""

@@ -34,13 +34,14 @@ class TrainConfig:
 
     seed: int = 1
     num_ranks: int = 2
-    num_steps: int = 7_000
+    num_steps: int = 6_400
     warmup_steps: int = 100
-    decay_steps: int = 4_200
+    decay_steps: int = 3_800
     learning_rate: float = 3e-3
     muon_weight_decay: float = 0.02
     ramp_steps: int = 2_500
     tokens_per_step: int = 4_096
+    max_length: int = 768  # of a text, in tokens: the model's max_sequence_length
     pool_size: int = 512
     checkpoint_every_steps: int = 200
 

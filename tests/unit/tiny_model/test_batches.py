@@ -88,3 +88,15 @@ def test_equations_give_way_to_numbered_prompts(tokenizer: Tokenizer, maker: Bat
         return float(np.mean(np.concatenate([maker.batch(0, step).is_equations_M for step in steps])))
 
     assert share(range(16)) > 2 * share(range(4_000, 4_016))
+
+
+def test_a_conversation_longer_than_the_context_loses_its_oldest_part(tokenizer: Tokenizer) -> None:
+    """Positions beyond the context do not exist: one such text once ended a training run."""
+    bos, assistant = token_id_of(tokenizer, BOS), token_id_of(tokenizer, "<|assistant|>")
+    short = BatchMaker(tokenizer, TrainConfig(tokens_per_step=1_024, pool_size=96, max_length=300))
+    batches = [short.batch(0, step) for step in range(4_000, 4_032)]
+    assert max(batch.input_BT.shape[1] for batch in batches) <= 304  # 300, padded to a multiple of 16
+    for row in restored(max(batches, key=lambda batch: batch.input_BT.shape[1])):
+        ids = row[row >= 0].tolist()
+        assert ids[0] == bos
+        assert assistant in ids
