@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
+from services.denoiser.engine import Engine, EngineConfig, FixedSchedule, Job
 from services.denoiser.kv_pool import kv_bytes_per_token
 from services.denoiser.loader import load_model
 from services.denoiser.models.base import Model
@@ -94,7 +94,7 @@ def warm_up(engine: Engine) -> None:
             prompt_ids=[token_id] * 8,
             max_tokens=8,
             block_size=8,
-            choice=Threshold(1.0),
+            choice=FixedSchedule(8),
             ignore_eos=True,
         )
     )

@@ -46,7 +46,7 @@ from services.denoiser.worker_events import (
     WriteRefused,
 )
 from services.denoiser.worker_policy import WorkerPolicy
-from services.profile import Profile, load_profile
+from services.profile import Profile
 from services.progress import Overtaken, write_record
 from services.runtime import Runtime, every
 
@@ -70,9 +70,9 @@ _TICK_S = 0.2
 _STOP_LIMIT_S = 5.0
 
 
-async def serve(runtime: Runtime, config: WorkerConfig) -> None:
+async def serve(runtime: Runtime, config: WorkerConfig, profile: Profile) -> None:
     """Loads the model, then works until asked to stop. Raises ConfigError, and whatever the engine raises."""
-    await Worker(runtime, config, load_profile(config.profile)).run()
+    await Worker(runtime, config, profile).run()
 
 
 class Worker:
@@ -99,6 +99,7 @@ class Worker:
     async def run(self) -> None:
         """Until drained after a stop was asked for. Raises what the engine raised."""
         stop_asked = asyncio.create_task(self._runtime.until_stopped())
+        logger.info("loading %s", self._profile.weights_folder)
         self._hot_loop.start()
         try:
             await self._first_of(self._engine, stop_asked)

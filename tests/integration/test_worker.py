@@ -1,6 +1,7 @@
 """A real worker on a real nats-server; the test is its scheduler."""
 
 import asyncio
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from services.denoiser import worker as worker_module
 from services.denoiser.config import WorkerConfig
 from services.denoiser.engine import Engine, StepResult
 from services.denoiser.instance import build_engine
-from services.profile import Profile
+from services.profile import Profile, load_profile
 from services.progress import write_record
 from services.runtime import Runtime
 from tests.conftest import NatsServer
@@ -299,8 +300,8 @@ async def test_an_error_in_the_engine_ends_the_worker(
 
     monkeypatch.setattr(worker_module, "build_engine", build_poisoned)
     runtime = Runtime("test", stage.bus)
-    config = WorkerConfig(profile=str(served.folder), instance_id="w-0")
-    serving = asyncio.create_task(worker_module.serve(runtime, config))
+    profile, config = load_profile(served.folder), WorkerConfig(instance_id="w-0")
+    serving = asyncio.create_task(worker_module.serve(runtime, config, profile))
     await until(lambda: "w-0" in stage.statuses, "it is ready")
     await stage.assign("w-0", served.request(0))
     with pytest.raises(RuntimeError, match="poison"):
@@ -312,6 +313,15 @@ async def test_a_wrong_profile_ends_it_with_the_reason(stage: Stage, tmp_path: P
     process = stage.start("worker", profile=tmp_path / "nowhere")
     assert await process.exit_code() == 2
     assert "nowhere" in process.output()
+
+
+async def test_missing_weights_end_it_with_the_reason(stage: Stage, tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+    shutil.copytree(stage.served.folder, folder)
+    (folder / "model" / "model.safetensors").unlink()
+    process = stage.start("worker", profile=folder)
+    assert await process.exit_code() == 2
+    assert "model.safetensors is missing" in process.output()
 
 
 # --- draining -----------------------------------------------------------------------------------------------------
@@ -382,7 +392,6 @@ async def test_an_idle_worker_stops_at_once(stage: Stage) -> None:
 
 async def test_a_worker_can_be_stopped_while_it_loads(stage: Stage) -> None:
     process = stage.start("worker", instance_id="w-0")
-    await until(lambda: stage.bus.connected, "")
-    await asyncio.sleep(0.5)
+    await until(lambda: "loading" in process.output(), "it loads")
     process.signal(signal.SIGTERM)
-    await process.exit_code(30)
+    assert await process.exit_code(30) == 0

@@ -1,0 +1,97 @@
+"""From a profile to an engine, and what the profiler writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.costs import load_latency
+from services.denoiser.instance import build_engine, choose_device, describe
+from services.denoiser.profiler import plan_loads, profile_latency
+from services.profile import Profile, load_profile
+from services.settings import ConfigError
+from tests.unit.denoiser import random_model
+
+PROFILE = """
+model = "tiny"
+[decoding]
+block_size = 8
+max_tokens = 32
+[limits]
+max_context_tokens = {context}
+max_output_tokens = 64
+[engine]
+dtype = "float32"
+device = "cpu"
+kv_tokens = {kv_tokens}
+max_requests = 4
+max_pass_tokens = 256
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random_model.write(tmp_path / "model")
+    return tmp_path
+
+
+def make_profile(folder: Path, *, kv_tokens: int = 600, context: int = 128) -> Profile:
+    (folder / "profile.toml").write_text(PROFILE.format(kv_tokens=kv_tokens, context=context))
+    return load_profile(folder)
+
+
+def test_an_engine_of_the_profiles_sizes_that_holds_nothing_yet(folder: Path) -> None:
+    profile = make_profile(folder)
+    engine = build_engine(profile)
+    assert (engine.config.kv_budget_tokens, engine.config.max_requests) == (600, 4)
+    assert (engine.num_running, engine.free_kv_tokens) == (0, 600)
+    instance = describe(engine, profile, instance_id="i", node_id="n", drain_limit_s=3.0)
+    assert (instance.kv_tokens, instance.max_canvas_tokens, instance.vocab_size) == (600, 128, 64)
+    assert instance.eos_ids == frozenset(random_model.EOS_IDS)
+    assert instance.mask_id == random_model.MASK_ID
+
+
+def test_an_unnamed_pool_takes_what_the_requests_can_need(folder: Path) -> None:
+    assert build_engine(make_profile(folder, kv_tokens=0)).config.kv_budget_tokens == 4 * 128
+
+
+def test_an_unnamed_pool_takes_no_more_memory_than_its_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    per_token = 2 * 2 * 32 * 4  # layers, keys and values, width, bytes
+    monkeypatch.setattr("services.denoiser.instance._free_memory", lambda _: 4 * per_token * 200)
+    assert build_engine(make_profile(folder, kv_tokens=0)).config.kv_budget_tokens == 200
+
+
+def test_a_pool_that_does_not_hold_one_canvas_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="K/V pool of 100 tokens"):
+        build_engine(make_profile(folder, kv_tokens=100))
+
+
+def test_a_missing_model_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        build_engine(make_profile(tmp_path))
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert choose_device("auto") == "cpu"
+    with pytest.raises(ConfigError, match="cuda"):
+        choose_device("cuda")
+
+
+def test_the_profiler_measures_passes_of_all_sizes_that_may_occur(folder: Path) -> None:
+    loads = list(plan_loads(make_profile(folder), quick=False))
+    recompute = [load.tokens for load in loads if load.kind == "recompute"]
+    assert recompute == [64, 128, 256], "a canvas is at most 128 long, a pass at most 256"
+    assert [load.tokens for load in loads if load.kind == "cache"] == [8, 16, 32], "of up to 4 requests"
+    assert all(load.canvas_tokens <= 128 for load in loads)
+
+
+def test_the_profiler_writes_what_the_services_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_profile(folder)
+    path = profile_latency(folder, quick=True)
+    latency = load_latency(path)
+    assert latency.degrees == [1]
+    assert latency.step_ms(1, 128, 0) > 0
+    assert latency.step_ms(1, 0, 16) > 0
+    assert json.loads(path.read_text())["hardware"]
+    assert "recompute" in capsys.readouterr().out
