@@ -14,6 +14,7 @@ import uvicorn
 from services.gateway.config import GatewayConfig
 from services.gateway.http import Gateway, build_app
 from services.gateway.openai_api import Api
+from services.gateway.protocol import hardened_protocol
 from services.gateway.service import GatewayService
 from services.gateway.text import load_codec, load_special_ids
 from services.profile import load_profile
@@ -92,12 +93,14 @@ def _uvicorn_config(config: GatewayConfig, gateway: Gateway) -> uvicorn.Config:
         version = "0"
     return uvicorn.Config(
         build_app(gateway, version),
+        http=hardened_protocol(config.body_limit_s),
         log_config=None,
         log_level="warning",
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
+        timeout_keep_alive=75,  # longer than clients keep idle connections, or they meet a closed one
         timeout_graceful_shutdown=int(config.drain_limit_s + _LAST_WORDS_S),
     )
 

@@ -154,6 +154,14 @@ def failure(reason: Reason, record: ProgressRecord | None) -> ApiError:
             return ApiError(409, "The request was cancelled by DELETE.", code="cancelled", retry_helps=False)
         case "client_gone":
             return ApiError(409, "The request was cancelled by its client.", code="cancelled", retry_helps=False)
+        case "sibling_failed":
+            return ApiError(
+                500,
+                "Another choice of this call failed.",
+                type="server_error",
+                code="sibling_failed",
+                retry_helps=False,
+            )
         case "gateway_lost":
             return ApiError(
                 503,

@@ -25,7 +25,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_body_bytes: int = 2**20  # of one HTTP request; more is answered 413
     max_open_calls: int = 1024  # being answered at once; one more is answered 429
     max_choices: int = 16  # of one call: prompts x n
-    body_limit_s: float = 30.0  # for a client to send its body
+    body_limit_s: float = 30.0  # for a client to send the head of a request, and again for its body
     admit_limit_s: float = 5.0  # for NATS to take a request in; then 503
     no_instance_limit_s: float = 10.0  # without a sign of life from any instance: then 503
     ping_every_s: float = 10.0  # SSE comment while a stream has nothing to say

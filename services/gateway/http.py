@@ -12,6 +12,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from services.bus import Stored, new_trace_parent, trace_parent
 from services.gateway.answers import DONE, PING, Answer, event, extra_of, failure, usage
 from services.gateway.config import GatewayConfig
 from services.gateway.openai_api import Api, ApiError, Arrival, Call, Facts, Kind
-from services.gateway.policy import CallState, ClientGone, Command, EndCall, EndChoice, FailCall, RecordSeen, SendText
+from services.gateway.policy import CallState, ClientGone, Command, EndCall, EndChoice, FailCall, SendText, is_answer
 from services.gateway.schema import ChatOperation, ObjectOperation, ResultOperation, TextOperation, openapi_config
 from services.gateway.service import TOKENS, GatewayService, LiveCall, call_id_for_key
 from services.gateway.text import TextCodec
@@ -130,10 +131,9 @@ class Gateway:
         facts = Facts.decode(found[0].message.fingerprint) or Facts(body="", n=len(found))
         facts = msgspec.structs.replace(facts, n=len(found))
         state = CallState(facts, self.codec, detached=True)
-        failed = None
-        for index, stored in enumerate(found):
-            told = state.handle(RecordSeen(index, stored.message, stored.seq), stored.message.written_at)
-            failed = next((command for command in told if isinstance(command, FailCall)), failed)
+        for choice, stored in zip(state.choices, found, strict=True):
+            choice.take(stored.message, stored.seq, stored.message.written_at)
+        failed = _cause([stored.message for stored in found])
         answer = Answer(
             call_id,
             facts,
@@ -142,14 +142,20 @@ class Gateway:
             created_at=found[0].message.created_at,
             include_usage=False,
         )
-        error = failure(failed.reason, failed.record).envelope["error"] if failed else None
+        error = failure(failed.reason, failed).envelope["error"] if failed is not None else None
         return answer.whole(state) | {"state": _state(state, found, failed), "error": error}
 
 
-def _state(state: CallState, found: list[Stored[ProgressRecord]], failed: FailCall | None) -> str:
+def _cause(records: list[ProgressRecord]) -> ProgressRecord | None:
+    """Of a call with these records: the one that made it fail, not one of a choice that had to follow."""
+    failed = [record for record in records if record.is_final and not is_answer(record)]
+    return min(failed, key=lambda record: record.reason == "sibling_failed", default=None)
+
+
+def _state(state: CallState, found: list[Stored[ProgressRecord]], failed: ProgressRecord | None) -> str:
     """Of the whole call: queued, running, finished, cancelled or failed."""
     if failed is not None:
-        return failed.record.state if failed.record is not None else "failed"
+        return failed.state
     if all(choice.finish is not None for choice in state.choices):
         return "finished"
     return "running" if any(stored.seq for stored in found) else "queued"
@@ -197,15 +203,15 @@ class CallResponse:
             self._count(told)
         match told[-1] if told else None:
             case EndCall():
-                await _send_json(send, 200, self._answer.whole(self._live.state), {})
+                await self._deliver(_send_json(send, 200, self._answer.whole(self._live.state), {}))
             case FailCall(reason, record):
                 error = failure(reason, record)
-                await _send_json(send, error.status, error.envelope, error.headers)
+                await self._deliver(_send_json(send, error.status, error.envelope, error.headers))
             case _:
                 pass  # nobody listens
 
     async def _stream(self, send: Send) -> None:
-        await _send_start(send, 200, _STREAM_HEADERS)
+        await self._deliver(_send_start(send, 200, _STREAM_HEADERS))
         try:
             await self._write(send, self._answer.opening())
             while not self._over:
@@ -215,7 +221,20 @@ class CallResponse:
         except Exception:  # the 200 is out: the stream itself must tell
             logger.exception("error while streaming %s", self._answer.id)
             await self._write(send, event(_INTERNAL.envelope))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if not self._gone:  # left open, the server closes the connection of a client that is stuck
+            await self._deliver(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        if data and not self._gone:
+            await self._deliver(send({"type": "http.response.body", "body": data, "more_body": True}))
+
+    async def _deliver(self, sending: Awaitable[None]) -> None:
+        """A client that takes nothing for too long has gone."""
+        try:
+            async with asyncio.timeout(self._config.send_limit_s):
+                await sending
+        except TimeoutError:
+            self._hang_up()
 
     def _render(self, command: Command) -> bytes:
         match command:
@@ -233,16 +252,6 @@ class CallResponse:
             case _:
                 raise AssertionError(command)
 
-    async def _write(self, send: Send, data: bytes) -> None:
-        """Sends it. A client that takes nothing for too long has gone."""
-        if not data or self._gone:
-            return
-        try:
-            async with asyncio.timeout(self._config.send_limit_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            self._hang_up()
-
     def _count(self, told: list[Command]) -> None:
         for command in told:
             if isinstance(command, SendText) and not self._any_text:
@@ -252,6 +261,8 @@ class CallResponse:
                 used = usage(self._live.state)
                 TOKENS.labels("in").inc(used["prompt_tokens"])
                 TOKENS.labels("out").inc(used["completion_tokens"])
+            if isinstance(command, FailCall) and failure(command.reason, command.record).status >= 500:
+                logger.warning("call %s failed: %s", self._answer.id, command.reason)
 
 
 # --- the app ------------------------------------------------------------------------------------------------------

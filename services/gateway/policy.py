@@ -128,7 +128,7 @@ class Choice:
             if self._scanner.stopped:
                 self.finish, self.ended_at = "stop", now
                 return self._send(fresh, last=True)
-        if record.state == "finished":
+        if is_answer(record):
             self.finish = "length" if record.finish == "length" else "stop"
             self.ended_at = record.written_at or now
             fresh += self._flush()
@@ -159,6 +159,11 @@ class Choice:
             self._unsent = self._unsent[len(tokens) :]
         self.tokens += tokens
         return SendText(self._index, fresh, tuple(tokens)) if fresh or tokens else None
+
+
+def is_answer(record: ProgressRecord) -> bool:
+    """It is final and all went well; cancelled at a stop string counts, whichever gateway saw it."""
+    return record.state == "finished" or (record.state == "cancelled" and record.reason == "stop_string")
 
 
 def _pairs(record: ProgressRecord, done: int) -> list[tuple[int, float]]:
@@ -200,10 +205,6 @@ class CallState:
         sent = choice.take(event.record, event.seq, now)
         commands: list[Command] = [sent] if sent is not None else []
         if choice.finish is not None:
-            commands += self._end_choice(event.choice, choice, event.record)
-        elif event.record.state == "cancelled" and event.record.reason == "stop_string":
-            # another gateway, which read more of the text than we, ended it: what we have is all there is
-            choice.finish, choice.ended_at = "stop", event.record.written_at or now
             commands += self._end_choice(event.choice, choice, event.record)
         elif event.record.is_final:
             commands += [*self._stop("sibling_failed"), FailCall(event.record.reason, event.record)]

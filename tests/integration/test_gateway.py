@@ -1,6 +1,7 @@
 """The gateway over HTTP and a real nats-server; scheduler and worker are played by script."""
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from contracts import subjects
 from contracts.messages import GatewayStatus, GenerateRequest, ProgressRecord, StatusAsk
 from services.bus import NatsSettings
 from services.gateway.config import GatewayConfig
+from services.gateway.http import build_app
 from tests.conftest import NatsServer
 from tests.integration.gateway_rig import MODEL, Play, Rig, run_gateway, run_rig, until
 
@@ -439,19 +441,81 @@ async def test_who_hangs_up_cancels_streamed_or_not(rig: Rig) -> None:
     assert not rig.gateway.service._open
 
 
-async def test_a_client_that_reads_nothing_is_given_up(start: StartRig) -> None:
-    rig = await start(send_limit_s=1.0, time_limit_s=50)
-    ids = rig.ids("x" * 128)
-    rig.cluster.script = lambda request: Play(ids, block_s=0.0, forever=True)
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]), limit=1024)
-    body = json.dumps({**CHAT, "stream": True, "n": 16, "max_tokens": 128, "logprobs": True}).encode()
-    writer.write(
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
-    )
-    await until(lambda: len(rig.cluster.seen) == 16)
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_client_that_reads_nothing_is_given_up(start: StartRig, streamed: bool) -> None:
+    """Over ASGI itself: the buffers of a real connection would swallow all that a short answer has."""
+    rig = await start(send_limit_s=1.0)
+    says(rig, "abcdefghijklmnop", forever=streamed, block_s=0.05)
+    body = json.dumps({**CHAT, "stream": streamed}).encode()
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+    stuck = asyncio.Event()
+
+    async def receive() -> Any:
+        if incoming:
+            return incoming.pop()
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            stuck.set()
+            await asyncio.Event().wait()
+
+    scope: Any = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/chat/completions", "raw_path": b"/v1/chat/completions", "query_string": b"", "root_path": "",
+        "headers": [(b"host", b"x"), (b"content-type", b"application/json")], "client": ("x", 1), "server": ("x", 2),
+        "state": {},
+    }  # fmt: skip
+    answering = asyncio.create_task(build_app(rig.gateway, "0")(scope, receive, send))
+    await asyncio.wait_for(stuck.wait(), 10)
+    await asyncio.wait_for(answering, 10)
+    await until(lambda: rig.cluster.final)
+    (record,) = rig.cluster.final.values()
+    assert record.reason == ("client_gone" if streamed else "")
+    assert not rig.gateway.service._open
+
+
+async def test_who_connects_must_ask_in_time(start: StartRig) -> None:
+    """Silent, or with a head that trickles in: the connection is closed."""
+    rig = await start(body_limit_s=0.4)
+    port = int(rig.url.rsplit(":", 1)[1])
+    silent, silent_end = await asyncio.open_connection("127.0.0.1", port)
+    assert await asyncio.wait_for(silent.read(), 5) == b""
+    slow, slow_end = await asyncio.open_connection("127.0.0.1", port)
+    closed = asyncio.create_task(slow.read())
+    for byte in b"GET / HTTP/1.1\r\nhost: x":
+        if closed.done():
+            break
+        slow_end.write(bytes([byte]))
+        await asyncio.sleep(0.05)
+    assert await asyncio.wait_for(closed, 5) == b""
+    for writer in (silent_end, slow_end):
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_what_is_no_http_gets_the_envelope(rig: Rig) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(b"nonsense\r\n\r\n")
+    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert b"x-request-id: " in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
     writer.close()
-    await until(lambda: len(rig.cluster.final) == 16)
-    del reader
+    await writer.wait_closed()
+
+
+async def test_garbage_after_an_early_answer_is_hung_up_on(start: StartRig) -> None:
+    rig = await start(max_body_bytes=1024)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(b"800\r\n" + b"x" * 2048 + b"\r\n")
+    assert (await asyncio.wait_for(reader.readuntil(b"}}"), 5)).startswith(b"HTTP/1.1 413")
+    writer.write(b"this is no chunk\r\n")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    await writer.wait_closed()
 
 
 # --- idempotency -------------------------------------------------------------------------------------------------
@@ -580,6 +644,34 @@ async def test_delete_cancels_all_choices(rig: Rig, client: httpx.AsyncClient) -
     reasons = {record.reason for record in rig.cluster.final.values()}
     assert reasons <= {"client_deleted", "sibling_failed"}
     assert "client_deleted" in reasons
+
+
+async def test_a_result_tells_the_cause_and_all_text(rig: Rig, client: httpx.AsyncClient) -> None:
+    """Of a call whose second choice failed."""
+    go_on = asyncio.Event()
+
+    def script(request: GenerateRequest) -> Play:
+        if request.request_id.endswith("-1"):
+            return Play(rig.ids("ab"), fail="engine_error", ending=go_on.is_set)
+        return Play(rig.ids("abcdefghijklmnop"), forever=True)
+
+    rig.cluster.script = script
+    call = asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json={**CHAT, "n": 2}))
+    await until(lambda: len(rig.cluster.seen) == 2)
+    call_id = min(rig.cluster.seen, key=len)
+
+    async def text() -> str:
+        result = (await client.get(f"{rig.url}/v1/results/{call_id}")).json()
+        content: str = result["choices"][0]["message"]["content"]
+        return content
+
+    await until_it_is(text, "abcdefghijklmnop")
+    go_on.set()
+    check_error(await call, 500)
+    await until(lambda: len(rig.cluster.final) == 2)
+    result = (await client.get(f"{rig.url}/v1/results/{call_id}")).json()
+    assert (result["state"], result["error"]["code"]) == ("failed", "engine_error")
+    assert [choice["message"]["content"] for choice in result["choices"]] == ["abcdefghijklmnop", "ab"]
 
 
 async def test_a_waiting_call_is_queued(rig: Rig, client: httpx.AsyncClient) -> None:

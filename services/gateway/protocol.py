@@ -1,0 +1,71 @@
+"""uvicorn's HTTP/1.1 protocol, hardened.
+
+1. Bytes that are no HTTP request are answered in OpenAI's envelope too, with a request id.
+2. Who connects must send a whole request head in time, however slowly its bytes trickle in.
+"""
+
+import asyncio
+import secrets
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from services.gateway.openai_api import ApiError
+
+
+class HardenedProtocol(H11Protocol):
+    """One connection. Subclassed by `hardened_protocol` with the limit."""
+
+    head_limit_s = 30.0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._head_timer is None and self.timeout_keep_alive_task is None:
+            self._await_head()  # the beginning of a later request's head
+
+    def send_400_response(self, msg: str) -> None:
+        """Also where an answer has begun: then all that is left is to hang up."""
+        error = ApiError(400, "This is not a valid HTTP/1.1 request.", code="invalid_http")
+        body = msgspec.json.encode(error.envelope)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", secrets.token_hex(16).encode()),
+            (b"connection", b"close"),
+        ]
+        try:
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        except h11.LocalProtocolError:
+            pass
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        if not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self.head_limit_s, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def hardened_protocol(limit_s: float) -> type[HardenedProtocol]:
+    """The protocol with this limit for a request's head."""
+    return type("Protocol", (HardenedProtocol,), {"head_limit_s": limit_s})
