@@ -48,6 +48,7 @@ from services.denoiser.sampler import (
 
 __all__ = [
     "CacheMode",
+    "ChoiceRule",
     "Commits",
     "Engine",
     "EngineConfig",

@@ -185,7 +185,7 @@ def _note(engine: Engine, model: RecordingModel, ran: dict[str, Ran]) -> None:
     result = engine.step()
     if not result.requests:
         return
-    pieces = torch.cat(model.logits_of_last_pass).split(model.counts)
+    pieces = torch.split(torch.cat(model.logits_of_last_pass), model.counts)
     for step, logits in zip(result.requests, pieces, strict=True):
         ran[step.request_id].steps.append(step)
         ran[step.request_id].logits.append(logits)

@@ -69,9 +69,9 @@ class OracleModel:
             new_cache.append((k, v))
             group = c["n_heads"] // c["n_kv_heads"]
             heads = []
-            for head in range(c["n_heads"]):
-                scores = q[:, head] @ k[:, head // group].T / math.sqrt(q.shape[-1])
-                heads.append(scores.softmax(-1) @ v[:, head // group])
+            for number in range(c["n_heads"]):
+                scores = q[:, number] @ k[:, number // group].T / math.sqrt(q.shape[-1])
+                heads.append(scores.softmax(-1) @ v[:, number // group])
             x = x + torch.cat(heads, -1) @ w["attn_out"].T
             h = self.norm(x, w["ff_norm"])
             x = x + (torch.nn.functional.silu(h @ w["ff_proj"].T) * (h @ w["up_proj"].T)) @ w["ff_out"].T
@@ -79,7 +79,8 @@ class OracleModel:
         return self.norm(x, t["model.transformer.ln_f.weight"]) @ head.T, new_cache
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt() * weight
+        root: Tensor = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+        return x / root * weight
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         half = x.shape[-1] // 2

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from services.denoiser.engine import (
-    Commits,
     Engine,
     EngineConfig,
     Factor,
@@ -58,7 +57,8 @@ def test_a_step_commits_all_that_reach_the_threshold_or_else_the_surest() -> Non
     model = ScriptedModel(script((4, SURE), (5, UNSURE), (6, SURE), (7, 0.7)))
     steps, output = run_one(model, make_job(max_tokens=4))
     assert positions(steps) == [[0, 2], [3], [1]]
-    assert steps[0].commits == Commits([0, 2], [4, 6], pytest.approx([SURE, SURE]))
+    assert steps[0].commits.token_ids == [4, 6]
+    assert steps[0].commits.confidences == pytest.approx([SURE, SURE])
     assert output == [4, 5, 6, 7]
     assert [step.finished for step in steps] == [None, None, "length"]
 
