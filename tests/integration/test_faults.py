@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -201,6 +202,15 @@ async def test_requests_that_come_while_there_is_no_scheduler_are_answered(stack
 async def test_worker_killed(stack: Stack) -> None:
     async with calls_in_flight(stack) as calls:
         os.kill(await stack.busiest_worker(at_least=LOST_AT_LEAST), signal.SIGKILL)
+    await assert_some_were_lost_once(stack, calls)
+
+
+async def test_agent_killed(stack: Stack) -> None:
+    """Its workers go with it and nobody is left to tell: they are missed. All that runs is placed on new ones."""
+    async with calls_in_flight(stack) as calls:
+        workers = stack.worker_pids().values()
+        stack.kill("agent")
+        await until(lambda: not any(map(psutil.pid_exists, workers)), "no worker is left")
     await assert_some_were_lost_once(stack, calls)
 
 

@@ -11,6 +11,7 @@ from tools.up.logs import Filter, Log
 from tools.up.plan import STOP_ORDER, GiveUp, Process, Restart, RestartPolicy
 
 _READ_LOGS_EVERY_S = 0.2
+_REAP_EVERY_S = 1.0
 
 Say = Callable[[str, str], None]  # name of a process, a line about it
 
@@ -36,12 +37,14 @@ class Supervisor:
         self._logs = {process.name: Log(folder / "log", process.name) for process in processes}
         self._filters = {process.name: Filter() for process in processes}
         self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._starting = asyncio.Lock()
         self._facts: dict[str, object] = {"pid": os.getpid(), "ready": False}
 
     async def run(self) -> None:
         """Runs until cancelled. Raises GivenUp."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._show_logs())
+            tasks.create_task(self._reap_orphans())
             for process in self._processes.values():
                 tasks.create_task(self._keep_running(process))
 
@@ -71,8 +74,9 @@ class Supervisor:
         clock = asyncio.get_running_loop().time
         while True:
             started_at = clock()
-            child = await children.start(process.command, process.environment, self._logs[process.name].file)
-            self._children[process.name] = child
+            async with self._starting:
+                child = await children.start(process.command, process.environment, self._logs[process.name].file)
+                self._children[process.name] = child
             self._write_status()
             exit_code = await child.wait()
             self.show_new_lines()  # first why, then that
@@ -82,7 +86,13 @@ class Supervisor:
                 case Restart(after_s):
                     self._say(process.name, f"{_how_it_ended(exit_code)}; it starts again in {after_s:g} s")
                     await asyncio.sleep(after_s)
-            children.reap_orphans(known={child.pid for child in self._children.values()})
+
+    async def _reap_orphans(self) -> None:
+        """Workers whose agent was killed are this process's children, dead ones too."""
+        while True:
+            await asyncio.sleep(_REAP_EVERY_S)
+            async with self._starting:  # a child that is not known yet is no orphan
+                children.reap_orphans(known={child.pid for child in self._children.values()})
 
     async def _show_logs(self) -> None:
         while True:
