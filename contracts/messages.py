@@ -67,7 +67,7 @@ class GenerateRequest(Message, frozen=True, kw_only=True):
     priority: int = 0  # higher is more urgent
     deadline_at: float | None = None
     detached: bool = False  # runs on without its client and its gateway (Idempotency-Key)
-    fingerprint: str = ""  # of the call's body, so that one idempotency key cannot stand for two calls
+    fingerprint: str = ""  # what answering the call again needs, its body's hash among it; for gateways alone
 
     @property
     def num_blocks(self) -> int:

@@ -41,7 +41,8 @@ _SANE_KEY = re.compile(r"[\x20-\x7e]{1,255}")
 _TRACE_PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _CALL_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})")
 _LONG_BODY = 16_384  # bytes; tokenising more would hold up other calls, so it runs in a thread
-_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/results", "/health", "/metrics", "/schema")
+_CALL_ROUTES = ("/v1/chat/completions", "/v1/completions")
+_ROUTES = (*_CALL_ROUTES, "/v1/models", "/v1/results", "/health", "/metrics", "/schema")
 
 HTTP_REQUESTS = Counter("tediserve_http_requests", "HTTP requests answered", ["route", "status"])
 HTTP_OPEN = Gauge("tediserve_http_open_requests", "HTTP requests being answered")
@@ -376,7 +377,8 @@ class _Front:
             HTTP_OPEN.dec()
             HTTP_REQUESTS.labels(route, status or "none").inc()
             HTTP_S.labels(route).observe(seconds)
-            logger.debug("%s %s %d %.1f ms %s", scope["method"], route, status, seconds * 1000, request_id)
+            level = logging.INFO if route in _CALL_ROUTES else logging.DEBUG
+            logger.log(level, "%s %s %d in %.0f ms, id %s", scope["method"], route, status, seconds * 1000, request_id)
         return None
 
 

@@ -287,7 +287,8 @@ def test_bytes_that_are_no_request(base_url: str, number: int) -> None:
     assert answer == b"" or answer.startswith((b"HTTP/1.1 1", b"HTTP/1.1 2", b"HTTP/1.1 4"))
     head, _, body = answer.partition(b"\r\n\r\n")
     if head.startswith(b"HTTP/1.1 4") and b"Transfer-Encoding" not in head and b"content-length" in head.lower():
-        assert json.loads(body.partition(b"HTTP/1.1")[0])["error"]["message"]
+        error, _ = json.JSONDecoder().raw_decode(body.decode())  # another answer may follow
+        assert error["error"]["message"]
 
 
 def test_many_who_ask_and_leave_at_once(base_url: str, model: str) -> None:
