@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from tools.tiny_model.config import TrainConfig
+from tools.tiny_model.config import Mixture, TrainConfig, mixture_at
 from tools.tiny_model.tasks import Problem, equation, sample
 from tools.tiny_model.tokenizer import BOS, EOS, EOT, MASK, ROLES, token_id_of
 
@@ -103,8 +103,8 @@ class BatchMaker:
         rng = Random(f"pool/{self._config.seed}/{rank}/{pool_index}")
         groups: list[list[Text]] = []
         while len(groups) < POOL_STEPS:
-            step = pool_index * POOL_STEPS
-            pool = sorted((self._text(rng, step) for _ in range(self._config.pool_size)), key=len)
+            mixture = mixture_at(pool_index * POOL_STEPS)
+            pool = sorted((self._text(rng, mixture) for _ in range(self._config.pool_size)), key=len)
             groups += self._groups(pool)
         return rng.sample(groups, POOL_STEPS)
 
@@ -119,13 +119,12 @@ class BatchMaker:
             pool = pool[:-num_rows]
         return groups
 
-    def _text(self, rng: Random, step: int) -> Text:
-        progress = min(1.0, step / self._config.ramp_steps)
-        if rng.random() < 0.5 - 0.4 * progress:
+    def _text(self, rng: Random, mixture: Mixture) -> Text:
+        if rng.random() < mixture.equations:
             return self._equations(rng)
-        return self._chat(rng, sample(rng, "train", numbered_share=0.08 + 0.27 * progress))
+        return self._chat(rng, sample(rng, "train", mixture.numbered), mixture.long_canvas)
 
-    def _chat(self, rng: Random, problem: Problem) -> Text:
+    def _chat(self, rng: Random, problem: Problem, long_canvas: float) -> Text:
         prompt = [self._bos]
         if rng.random() < 0.04:
             prompt += self._message("system", rng.choice(SYSTEM_PROMPTS))
@@ -134,12 +133,12 @@ class BatchMaker:
             prompt += self._message("user", earlier.prompt) + self._message("assistant", earlier.answer)
         prompt += [*self._message("user", problem.prompt), self._roles["assistant"]]
         answer = [*self._ids(problem.answer), self._eos]
-        return Text(prompt, self._canvas(rng, answer), len(answer))
+        return Text(prompt, self._canvas(rng, answer, long_canvas), len(answer))
 
-    def _canvas(self, rng: Random, answer: list[int]) -> list[int]:
-        """The answer on a canvas that just holds it, or (one in five) on a longer one."""
+    def _canvas(self, rng: Random, answer: list[int], long_canvas: float) -> list[int]:
+        """The answer on a canvas that just holds it, or (a share of `long_canvas`) on a longer one."""
         length = _round_up(len(answer), CANVAS_BLOCK)
-        if length < MAX_CANVAS and rng.random() < 0.2:
+        if length < MAX_CANVAS and rng.random() < long_canvas:
             length = rng.choice((rng.randrange(length, MAX_CANVAS, CANVAS_BLOCK), MAX_CANVAS))
         return answer + [self._eos] * (length - len(answer))
 

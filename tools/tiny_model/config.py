@@ -1,5 +1,6 @@
 """The settings of the built-in model and of its training: the recipe, in numbers."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 
@@ -25,11 +26,56 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """What training texts are made of from `step` on: shares from 0 to 1.
+
+    `equations` of all texts; `numbered` of the other texts' problems; `long_canvas` of the answers get a canvas that
+    is longer than needed.
+    """
+
+    step: int
+    equations: float
+    numbered: float
+    long_canvas: float
+
+
+# Shares run linearly from one entry to the next; two entries of one step make a jump.
+# Arithmetic first, then short problems until copying and layout are learned, then all that is served.
+MIXTURES = (
+    Mixture(0, equations=0.5, numbered=0.08, long_canvas=0.2),
+    Mixture(2_500, equations=0.1, numbered=0.35, long_canvas=0.2),
+    Mixture(2_608, equations=0.1, numbered=0.35, long_canvas=0.2),
+    Mixture(2_608, equations=0.2, numbered=0.06, long_canvas=0.05),
+    Mixture(4_200, equations=0.15, numbered=0.06, long_canvas=0.05),
+    Mixture(4_800, equations=0.1, numbered=0.38, long_canvas=0.2),
+)
+
+
+def mixture_at(step: int, mixtures: tuple[Mixture, ...] = MIXTURES) -> Mixture:
+    """The mixture of a step."""
+    index = bisect_right(mixtures, step, key=lambda mixture: mixture.step)
+    if index == len(mixtures):
+        return mixtures[-1]
+    before, after = mixtures[index - 1], mixtures[index]
+    share = (step - before.step) / (after.step - before.step)
+
+    def between(low: float, high: float) -> float:
+        return low + (high - low) * share
+
+    return Mixture(
+        step,
+        between(before.equations, after.equations),
+        between(before.numbered, after.numbered),
+        between(before.long_canvas, after.long_canvas),
+    )
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The schedule. It counts steps, never time, so that a run can be repeated and resumed exactly.
 
     `tokens_per_step` is the padded size of one rank's batch; `num_ranks` processes of one thread each work on one
-    step together. Over `ramp_steps` the share of equations falls and that of numbered prompts rises.
+    step together.
     """
 
     seed: int = 1
@@ -39,7 +85,6 @@ class TrainConfig:
     decay_steps: int = 3_800
     learning_rate: float = 3e-3
     muon_weight_decay: float = 0.02
-    ramp_steps: int = 2_500
     tokens_per_step: int = 4_096
     max_length: int = 768  # of a text, in tokens: the model's max_sequence_length
     pool_size: int = 512
