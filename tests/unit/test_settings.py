@@ -1,0 +1,104 @@
+"""Configuration: what is wrong is named, with the reason."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.bus import NatsSettings
+from services.profile import load_profile
+from services.settings import ConfigError, load_section
+
+PROFILE = """
+model = "m"
+[limits]
+max_context_tokens = 512
+max_output_tokens = 256
+"""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "here"
+    port: int = 80
+    ratio: float = 0.5
+
+
+def environment(tmp_path: Path, text: str, **more: str) -> dict[str, str]:
+    path = tmp_path / "tediserve.toml"
+    path.write_text(text)
+    return {"TEDISERVE_CONFIG": str(path), **more}
+
+
+def test_the_environment_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    environ = environment(tmp_path, "[web]\nport = 81\nratio = 0.25\n", TEDISERVE_WEB_PORT="82")
+    assert load_section(Config, "web", environ) == Config(host="here", port=82, ratio=0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[web]\nprot = 1\n", r"\[web\].*prot"),
+        ('[web]\nport = "many"\n', r"\[web\].*port"),
+        ("web = 3\n", r"\[web\] must be a table"),
+        ("[web\n", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_key_and_reason(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_section(Config, "web", environment(tmp_path, text))
+
+
+def test_a_wrong_override_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="port"):
+        load_section(Config, "web", environment(tmp_path, "", TEDISERVE_WEB_PORT="eighty"))
+
+
+def test_a_named_file_that_is_missing_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"TEDISERVE_CONFIG names nowhere\.toml"):
+        load_section(Config, "web", {"TEDISERVE_CONFIG": "nowhere.toml"})
+
+
+@pytest.mark.parametrize("wrong", ['storage = "disk"', "replicas = 2", "max_open_requests = 0"])
+def test_wrong_nats_settings_name_the_key(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong.split()[0]):
+        load_section(NatsSettings, "nats", environment(tmp_path, f"[nats]\n{wrong}\n"))
+
+
+def test_a_profile_has_defaults_and_knows_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "profile.toml").write_text(PROFILE)
+    profile = load_profile(tmp_path)
+    assert profile.weights_folder == tmp_path / "model"
+    assert profile.latency_file == tmp_path / "latency.json"
+    assert profile.max_prompt_tokens == 512 - profile.decoding.block_size
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("max_output_tokens = 256", "max_output_tokens = 250"), "multiple"),
+        (("max_output_tokens = 256", "max_output_tokens = 512"), "no room for a prompt"),
+        (("max_context_tokens = 512", "max_context_tokens = 4096"), "max_pass_tokens"),
+        (("[limits]", "[decoding]\nthresholds = [0.9, 0.5]\n[limits]"), "ascending"),
+        (("[limits]", "[decoding]\nthresholds = []\n[limits]"), "thresholds"),
+        (("[limits]", "[decoding]\nmax_tokens = 512\n[limits]"), r"decoding\.max_tokens"),
+        (("[limits]", "[decoding]\nthreshold = 1.5\n[limits]"), r"decoding\.threshold"),
+        (("[limits]", '[decoding]\ncache = "full"\n[limits]'), r"decoding\.cache"),
+        (("[limits]", "[slo_ms]\ngold = 1\n[limits]"), "gold"),
+        (("model =", "modle ="), "modle"),
+        (('model = "m"', 'model = ""'), "model"),
+    ],
+)
+def test_a_wrong_profile_is_refused_with_the_reason(tmp_path: Path, change: tuple[str, str], complaint: str) -> None:
+    (tmp_path / "profile.toml").write_text(PROFILE.replace(*change))
+    with pytest.raises(ConfigError, match=complaint):
+        load_profile(tmp_path)
+
+
+def test_a_missing_profile_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no profile at"):
+        load_profile(tmp_path)
+
+
+def test_the_profiles_that_ship_are_right() -> None:
+    for path in (Path(__file__).parents[2] / "profiles").glob("*/profile.toml"):
+        load_profile(path.parent)
