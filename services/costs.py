@@ -123,10 +123,3 @@ def mean_pass_tokens(residents: Iterable[Resident], steps_per_block: float) -> t
         recompute_tokens += resident.canvas_tokens / steps_per_block
         cache_tokens += window * (1 - 1 / steps_per_block)
     return recompute_tokens, cache_tokens
-
-
-def mean_step_ms(
-    profile: LatencyProfile, tp_degree: int, residents: Iterable[Resident], steps_per_block: float
-) -> float:
-    """Expected latency, in milliseconds, of a pass over these residents (rule 3)."""
-    return profile.step_ms(tp_degree, *mean_pass_tokens(residents, steps_per_block))
