@@ -46,7 +46,7 @@ class Instance:
         self.kv_tokens = 0
         self.residents: dict[str, Resident] = {}  # by request id: the scheduler's own view
         self.foreign: list[Resident] = []  # listed by the last status, but not ours
-        self._tokens = 0
+        self.tokens = 0  # canvas tokens of both
         self._load: tuple[float, float] | None = None  # mean_pass_tokens of all; None: to be computed anew
 
     def note_status(self, status: InstanceStatus) -> None:
@@ -61,28 +61,24 @@ class Instance:
 
     def hold(self, request_id: str, resident: Resident) -> None:
         """Adds the request, or notes how far it is."""
-        self._tokens += resident.canvas_tokens - self._tokens_of(request_id)
+        self.tokens += resident.canvas_tokens - self._tokens_of(request_id)
         self.residents[request_id] = resident
         self._load = None
 
     def drop(self, request_id: str) -> None:
-        self._tokens -= self._tokens_of(request_id)
+        self.tokens -= self._tokens_of(request_id)
         self.residents.pop(request_id, None)
         self._load = None
 
     def set_foreign(self, foreign: list[Resident]) -> None:
         if foreign != self.foreign:
+            self.tokens += _canvas_tokens(foreign) - _canvas_tokens(self.foreign)
             self.foreign = foreign
             self._load = None
 
     def _tokens_of(self, request_id: str) -> int:
         resident = self.residents.get(request_id)
         return resident.canvas_tokens if resident else 0
-
-    @property
-    def tokens(self) -> int:
-        """Canvas tokens held."""
-        return self._tokens + sum(resident.canvas_tokens for resident in self.foreign)
 
     def room(self, now: float) -> int:
         """The largest canvas, in tokens, that it can take now; 0 for none."""
@@ -101,7 +97,11 @@ class Instance:
         return self.latency_ratio * latency.step_ms(degree, recompute_tokens + load[0], cache_tokens + load[1])
 
     def check_invariants(self) -> None:
-        assert self._tokens == sum(resident.canvas_tokens for resident in self.residents.values())
+        assert self.tokens == _canvas_tokens(self.residents.values()) + _canvas_tokens(self.foreign)
+
+
+def _canvas_tokens(residents: Iterable[Resident]) -> int:
+    return sum(resident.canvas_tokens for resident in residents)
 
 
 def profiled_degree(tp_degree: int, degrees: Iterable[int]) -> int:

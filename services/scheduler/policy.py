@@ -243,6 +243,7 @@ class _Open:
     request: GenerateRequest
     rank: Rank
     expires_at: float
+    canvas_tokens: int
     load: tuple[float, float]  # mean_pass_tokens of it
     phase: Literal["waiting", "assigning", "running", "writing"] = "waiting"
     attempt: int = 1
@@ -259,10 +260,6 @@ class _Open:
     @property
     def id(self) -> str:
         return self.request.request_id
-
-    @property
-    def canvas_tokens(self) -> int:
-        return self.request.canvas_tokens
 
     @property
     def resident(self) -> Resident:
@@ -376,7 +373,7 @@ class Scheduler:
         )
         resident = resident_of(request, 0, request.num_blocks)
         load = mean_pass_tokens([resident], self._profile.decoding.steps_per_block)
-        open_ = _Open(request, rank, event.expires_at, load)
+        open_ = _Open(request, rank, event.expires_at, request.canvas_tokens, load)
         self._open[open_.id] = open_
         self._of_gateway.setdefault(request.gateway_id, {})[open_.id] = open_
         self._note_gateway(request.gateway_id, now)
@@ -644,15 +641,14 @@ class Scheduler:
         self._place_kept(now)
         first_blocked: _Open | None = None
         room = self._largest_room(now)
-        for request_id in list(self._queue):
-            if room <= 0:
-                return
-            open_ = self._open[request_id]
-            if now >= open_.expires_at:
-                continue
-            instance = self._cheapest(open_, now) if open_.canvas_tokens <= room else None
+        place = 0  # in the queue: who is assigned leaves it, so that the next one comes to the same place
+        while room > 0 and place < len(self._queue):
+            open_ = self._open[self._queue.at(place)]
+            expired = now >= open_.expires_at
+            instance = self._cheapest(open_, now) if open_.canvas_tokens <= room and not expired else None
             if instance is None:
-                first_blocked = first_blocked or open_
+                first_blocked = first_blocked or (None if expired else open_)
+                place += 1
                 continue
             self._assign(open_, instance, now)
             if first_blocked is not None:

@@ -42,6 +42,9 @@ class WaitingQueue:
         index = bisect_left(self._entries, (rank, request_id))
         return index < len(self._entries) and self._entries[index] == (rank, request_id)
 
+    def at(self, place: int) -> str:
+        return self._entries[place][1]
+
     def __len__(self) -> int:
         return len(self._entries)
 
