@@ -46,8 +46,9 @@ MIXTURES = (
     Mixture(2_500, equations=0.1, numbered=0.35, long_canvas=0.2),
     Mixture(2_608, equations=0.1, numbered=0.35, long_canvas=0.2),
     Mixture(2_608, equations=0.2, numbered=0.06, long_canvas=0.05),
-    Mixture(4_200, equations=0.15, numbered=0.06, long_canvas=0.05),
-    Mixture(4_800, equations=0.1, numbered=0.38, long_canvas=0.2),
+    Mixture(3_404, equations=0.175, numbered=0.06, long_canvas=0.05),
+    Mixture(3_800, equations=0.16, numbered=0.06, long_canvas=0.05),
+    Mixture(4_400, equations=0.1, numbered=0.38, long_canvas=0.2),
 )
 
 
@@ -80,9 +81,10 @@ class TrainConfig:
 
     seed: int = 1
     num_ranks: int = 2
-    num_steps: int = 6_400
+    num_steps: int = 7_000
     warmup_steps: int = 100
-    decay_steps: int = 3_800
+    # From the first step on the rate falls linearly, to be zero at the second; the next entry takes over from there.
+    decays: tuple[tuple[int, int], ...] = ((2_600, 6_400), (3_400, 7_000))
     learning_rate: float = 3e-3
     muon_weight_decay: float = 0.02
     tokens_per_step: int = 4_096
@@ -91,11 +93,17 @@ class TrainConfig:
     checkpoint_every_steps: int = 200
 
     def __post_init__(self) -> None:
-        if self.warmup_steps + self.decay_steps > self.num_steps:
-            raise ValueError(f"num_steps {self.num_steps} is shorter than warmup_steps + decay_steps")
+        starts = [start for start, _ in self.decays]
+        if starts != sorted(starts) or any(end <= start for start, end in self.decays):
+            raise ValueError(f"decays {self.decays} must be in order, each with its end after its start")
 
     def rate_at(self, step: int) -> float:
-        """Learning rate of a step: linear warm-up, constant, linear decay to a fiftieth."""
+        """Learning rate of a step: linear warm-up, constant, then the decays, but never below a fiftieth."""
         warm = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
-        cold = min(1.0, (self.num_steps - step) / self.decay_steps) if self.decay_steps else 1.0
+        cold = 1.0
+        for index, (start, end) in enumerate(self.decays):
+            if step >= start:
+                following = self.decays[index + 1 :]
+                until = min(step, following[0][0]) if following else step
+                cold *= (end - until) / (end - start)
         return self.learning_rate * warm * max(0.02, cold)

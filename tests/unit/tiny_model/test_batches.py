@@ -7,7 +7,7 @@ from tools.tiny_model.config import TrainConfig
 from tools.tiny_model.tokenizer import BOS, EOS, EOT, MASK, token_id_of
 
 CONFIG = TrainConfig(tokens_per_step=1_024, pool_size=96)
-STEPS = (0, 1, 40, 3_000)
+STEPS = (0, 1, 40, 5_000)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_prompts_stay_visible_and_canvases_are_whole_blocks(tokenizer: Tokenizer
 def test_answers_end_in_end_of_text_up_to_the_end_of_the_canvas(tokenizer: Tokenizer, maker: BatchMaker) -> None:
     eos, eot = token_id_of(tokenizer, EOS), token_id_of(tokenizer, EOT)
     chats = 0
-    for row in restored(maker.batch(0, 4_000)):
+    for row in restored(maker.batch(0, 5_000)):
         ids = row[row >= 0].tolist()
         if eot in ids and eos in ids:
             chats += 1
@@ -76,7 +76,7 @@ def test_answers_end_in_end_of_text_up_to_the_end_of_the_canvas(tokenizer: Token
 
 
 def test_batches_keep_to_the_token_budget_and_pad_little(maker: BatchMaker) -> None:
-    batches = [maker.batch(0, step) for step in range(3_000, 3_032)]
+    batches = [maker.batch(0, step) for step in range(5_000, 5_032)]
     sizes = [batch.input_BT.size for batch in batches]
     assert max(sizes) <= CONFIG.tokens_per_step
     assert min(sizes) > CONFIG.tokens_per_step // 2
@@ -87,14 +87,14 @@ def test_equations_give_way_to_numbered_prompts(tokenizer: Tokenizer, maker: Bat
     def share(steps: range) -> float:
         return float(np.mean(np.concatenate([maker.batch(0, step).is_equations_M for step in steps])))
 
-    assert share(range(16)) > 2 * share(range(4_000, 4_016))
+    assert share(range(16)) > 2 * share(range(5_000, 5_016))
 
 
 def test_a_conversation_longer_than_the_context_loses_its_oldest_part(tokenizer: Tokenizer) -> None:
     """Positions beyond the context do not exist: one such text once ended a training run."""
     bos, assistant = token_id_of(tokenizer, BOS), token_id_of(tokenizer, "<|assistant|>")
     short = BatchMaker(tokenizer, TrainConfig(tokens_per_step=1_024, pool_size=96, max_length=300))
-    batches = [short.batch(0, step) for step in range(4_000, 4_032)]
+    batches = [short.batch(0, step) for step in range(5_000, 5_032)]
     assert max(batch.input_BT.shape[1] for batch in batches) <= 304  # 300, padded to a multiple of 16
     for row in restored(max(batches, key=lambda batch: batch.input_BT.shape[1])):
         ids = row[row >= 0].tolist()

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
 from services.denoiser.loader import load_model
-from tools.tiny_model.config import ModelConfig, TrainConfig
+from tools.tiny_model.config import Mixture, ModelConfig, TrainConfig, mixture_at
 from tools.tiny_model.export import export_model
 from tools.tiny_model.network import TinyLLaDA, rotation_table
 from tools.tiny_model.train import make_model_config
@@ -66,17 +66,26 @@ def test_tokens_see_what_comes_after_them(network: TinyLLaDA) -> None:
     assert (one - other).abs().max() > 1e-3
 
 
-def test_a_shape_that_cannot_be_is_refused() -> None:
+def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="n_heads 5"):
         ModelConfig(vocab_size=8, bos_token_id=0, eos_token_id=1, mask_token_id=2, n_heads=5)
-    with pytest.raises(ValueError, match="num_steps 10"):
-        TrainConfig(num_steps=10)
+    with pytest.raises(ValueError, match="decays"):
+        TrainConfig(decays=((100, 50),))
 
 
 def test_the_learning_rate_warms_up_stays_and_decays() -> None:
-    config = TrainConfig(num_steps=100, warmup_steps=10, decay_steps=40, learning_rate=1.0)
-    rates = [config.rate_at(step) for step in range(100)]
+    config = TrainConfig(num_steps=120, warmup_steps=10, decays=((60, 100), (80, 120)), learning_rate=1.0)
+    rates = [config.rate_at(step) for step in range(120)]
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert set(rates[10:61]) == {1.0}
-    assert rates[60:] == sorted(rates[60:], reverse=True)
-    assert rates[99] == pytest.approx(0.025)
+    assert rates[70] == pytest.approx(0.75)  # towards zero at step 100
+    assert rates[80] == pytest.approx(0.5)
+    assert rates[100] == pytest.approx(0.25)  # from there towards zero at step 120
+    assert rates[119] == pytest.approx(0.02)
+
+
+def test_mixtures_run_linearly_and_jump_where_two_share_a_step() -> None:
+    table = (Mixture(0, 0.5, 0.0, 0.2), Mixture(100, 0.1, 0.4, 0.2), Mixture(100, 0.2, 0.1, 0.0))
+    assert mixture_at(50, table) == Mixture(50, pytest.approx(0.3), pytest.approx(0.2), 0.2)
+    assert mixture_at(99, table).equations == pytest.approx(0.104)
+    assert mixture_at(100, table) == mixture_at(5_000, table) == table[-1]
