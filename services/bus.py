@@ -179,10 +179,15 @@ class Bus:
         self._on_reconnected.append(handler)
 
     async def close(self) -> None:
-        """Delivers what is buffered and handled, within 5 s, then closes."""
+        """Delivers what is buffered and handled, within 5 s, then closes. Raises nothing of what may go wrong."""
         try:
             async with asyncio.timeout(5):
                 await self._client.drain()
+        except asyncio.CancelledError:
+            # nats-py cancels its reading task while both wait for one future, which then is cancelled for us too
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
         except (TimeoutError, OSError, nats.errors.Error):
             with contextlib.suppress(OSError, nats.errors.Error):
                 await self._client.close()
