@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 # Ids become subject tokens, so they hold no dot, space or wildcard.
-Id: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,80}$")]
+Id: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,80}\Z")]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Probability: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
