@@ -20,6 +20,9 @@ Probability: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0)]
+# The bounds keep NaN and infinity out: nothing that is compared with them would come out right.
+WallClock: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e11)]
+Ratio: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 CacheMode: TypeAlias = Literal["none", "prefix", "dual"]
 State: TypeAlias = Literal["running", "released", "finished", "cancelled", "failed"]
@@ -58,14 +61,14 @@ class GenerateRequest(Message, frozen=True, kw_only=True):
     max_tokens: Positive  # exact number of output tokens; the canvas rounds it up to whole blocks
     block_size: Positive
     cache: CacheMode
-    created_at: float
-    expires_at: float
+    created_at: WallClock
+    expires_at: WallClock
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     seed: int = 0
     ignore_eos: bool = False
     threshold: Probability | None = None  # the client's pin
     priority: int = 0  # higher is more urgent
-    deadline_at: float | None = None
+    deadline_at: WallClock | None = None
     detached: bool = False  # runs on without its client and its gateway (Idempotency-Key)
     fingerprint: str = ""  # what answering the call again needs, its body's hash among it; for gateways alone
 
@@ -112,10 +115,10 @@ class ProgressRecord(Message, frozen=True, kw_only=True):
     finish: Literal["", "eos", "length"] = ""
     moves: Count = 0  # placements on another instance without a loss
     prompt_tokens: Count = 0
-    created_at: float = 0.0
-    deadline_at: float | None = None
-    started_at: float | None = None  # first accepted assignment
-    written_at: float = 0.0
+    created_at: WallClock = 0.0
+    deadline_at: WallClock | None = None
+    started_at: WallClock | None = None  # first accepted assignment
+    written_at: WallClock = 0.0
     fingerprint: str = ""
 
     @property
@@ -206,9 +209,9 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="Report"):
     """What one instance has done since its last report. `report.<instance_id>`."""
 
     instance_id: Id
-    sent_at: float
+    sent_at: WallClock
     entries: list[RequestReport]
-    latency_ratio: float = 1.0  # measured over profiled step latency, running median
+    latency_ratio: Ratio = 1.0  # measured over profiled step latency, running median
 
 
 class Held(Message, frozen=True, kw_only=True):
@@ -229,13 +232,13 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     node_id: Id
     model: str
     tp_degree: Positive
-    sent_at: float
+    sent_at: WallClock
     epoch: Count  # the highest that it has seen
     draining: bool
     max_requests: Positive
     kv_tokens: Positive  # size of its KV pool
     held: list[Held]
-    latency_ratio: float = 1.0
+    latency_ratio: Ratio = 1.0
 
 
 class InstanceLost(Message, frozen=True, kw_only=True):
@@ -256,7 +259,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     """What an agent runs on its node; every second and when asked. `status.node.<node_id>`."""
 
     node_id: Id
-    sent_at: float
+    sent_at: WallClock
     instances: list[InstanceState]
 
 
@@ -264,7 +267,7 @@ class GatewayStatus(Message, frozen=True, kw_only=True):
     """A gateway is alive; every second and when asked. `status.gateway.<gateway_id>`."""
 
     gateway_id: Id
-    sent_at: float
+    sent_at: WallClock
 
 
 class StatusAsk(Message, frozen=True, kw_only=True):

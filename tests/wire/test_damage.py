@@ -50,3 +50,15 @@ def test_an_id_is_valid_exactly_if_its_subject_is(value: str) -> None:
             codec.decode(codec.encode({"type": "Cancel", "request_id": value}), m.Cancel)
     else:
         assert codec.decode(codec.encode({"type": "Cancel", "request_id": value}), m.Cancel).request_id == value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("GenerateRequest", "expires_at"), ("GenerateRequest", "created_at"), ("InstanceStatus", "latency_ratio")],
+)
+def test_a_number_that_cannot_be_compared_is_malformed(name: str, field: str, value: float) -> None:
+    example = next(example for example in EXAMPLES if type(example).__name__ == name)
+    content = msgspec.msgpack.decode(codec.encode(example)) | {field: value}
+    with pytest.raises(MalformedMessage, match=field):
+        codec.decode(codec.encode(content), type(example))
