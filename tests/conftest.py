@@ -9,10 +9,15 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import pytest_asyncio
 
 from services.bus import Bus, NatsSettings
+
+# a busy machine is no failure: an example has no time limit of its own, a test has pytest-timeout's
+hypothesis.settings.register_profile("tediserve", deadline=None)
+hypothesis.settings.load_profile("tediserve")
 
 
 def free_port() -> int:
