@@ -56,6 +56,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-torch: | $(VENV)/bin/python
+	@echo "Installing into $(VENV); torch is large, this is done once."
 	$(PIP) install --quiet "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@touch $@
 
