@@ -31,12 +31,12 @@ class Curve(NamedTuple):
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]]) -> "Curve":
         """A monotone curve. Raises ValueError without a point."""
-        ordered = sorted(points)
-        if not ordered:
+        slowest = dict(sorted(points))  # of equal tokens the last, which is the slowest
+        if not slowest:
             raise ValueError("a latency curve needs at least one point")
         highest = 0.0
-        ms = tuple(highest := max(highest, latency) for _, latency in ordered)
-        return cls(tuple(tokens for tokens, _ in ordered), ms)
+        ms = tuple(highest := max(highest, latency) for latency in slowest.values())
+        return cls(tuple(slowest), ms)
 
     def at(self, tokens: float) -> float:
         """Latency in milliseconds of a pass over `tokens`; 0 for an empty pass."""

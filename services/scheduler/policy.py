@@ -389,7 +389,7 @@ class Scheduler:
         record = event.record
         open_ = self._open.get(record.request_id)
         if open_ is None:
-            _remember(self._past, record.request_id, event, _MAX_PAST)
+            self._remember_past(event)
             return
         if record.gateway_id != open_.request.gateway_id or event.seq <= open_.record_seq:
             return
@@ -426,9 +426,15 @@ class Scheduler:
         del of_gateway[open_.id]
         if not of_gateway:
             del self._of_gateway[open_.request.gateway_id]
-        _remember(self._past, open_.id, final, _MAX_PAST)
+        self._remember_past(final)
         self._room_changed = True  # also where it only waited: an instance may have been kept for it
         self._do(Purge(open_.id, record.state))
+
+    def _remember_past(self, event: RecordSeen) -> None:
+        """For a request that comes after its record. Of a final record nobody will want the tokens."""
+        if event.record.is_final:
+            event = RecordSeen(replace(event.record, token_ids=[], confidences=[], blocks=[]), event.seq)
+        _remember(self._past, event.record.request_id, event, _MAX_PAST)
 
     def _note_unreadable(self, event: RecordUnreadable, now: float) -> None:
         open_ = self._open.get(event.request_id)

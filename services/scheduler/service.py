@@ -21,7 +21,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from contracts import messages as m
 from contracts import subjects
 from contracts.codec import MalformedMessage
-from services.bus import Bus, BusTimeout, NoResponder, trace_parent
+from services.bus import Bus, BusTimeout, Follower, NoResponder, trace_parent
 from services.costs import load_latency
 from services.lease import Lease, LeaseLost
 from services.profile import load_profile
@@ -44,8 +44,10 @@ DECISION_S = Histogram(
 OPEN = Gauge("tediserve_scheduler_open_requests", "Open requests")
 WAITING = Gauge("tediserve_scheduler_waiting_requests", "Open requests that no instance holds", ["reason"])
 INSTANCES = Gauge("tediserve_scheduler_instances", "Live instances of the profile's model")
-SKEW_S = Gauge(
-    "tediserve_scheduler_clock_skew_seconds", "Instance's clock minus ours, at its last status", ["instance"]
+SKEW_S = Histogram(
+    "tediserve_scheduler_clock_skew_seconds",
+    "How far the clocks of instances are from ours, or their statuses late",
+    buckets=(0.001, 0.005, 0.02, 0.05, 0.2, 1.0, 5.0),
 )
 
 _WRITE_LIMIT_S = 2.0
@@ -70,7 +72,7 @@ def make_serve(config: SchedulerConfig) -> Callable[[Runtime], Awaitable[None]]:
         runtime.spawn(_keep(lease), name="lease")
         scheduler = p.Scheduler(config, profile, latency, lease.epoch)
         service = SchedulerService(runtime, scheduler, config)
-        await service.start()
+        runtime.spawn(service.start(), name="start")
         try:
             await runtime.until_stopped()
         finally:
@@ -120,7 +122,7 @@ class SchedulerService:
         self._traces: dict[str, str] = {}  # trace parents of open requests
 
     async def start(self) -> None:
-        """Raises BusTimeout, TimeoutError."""
+        """Raises BusTimeout."""
         bus = self._bus
         bus.on_reconnected(lambda: self._handle(p.Reconnected()))
         await bus.subscribe("status.instance.*", m.InstanceStatus, self._on_status)
@@ -135,7 +137,7 @@ class SchedulerService:
             on_malformed=self._on_malformed_request,
             subject_of=lambda request: subjects.request(request.request_id),
         )
-        await requests.caught_up(_CATCH_UP_LIMIT_S)
+        await _catch_up(requests, subjects.REQUESTS)
         progress = await bus.follow(
             subjects.PROGRESS,
             "prog.*.*",
@@ -144,7 +146,7 @@ class SchedulerService:
             on_malformed=self._on_malformed_record,
             subject_of=subject_of,
         )
-        await progress.caught_up(_CATCH_UP_LIMIT_S)
+        await _catch_up(progress, subjects.PROGRESS)
         self._runtime.spawn(self._watch_own_silence(), name="own silence")
         self._handle(p.CaughtUp())
         await bus.respond(subjects.DRAIN, m.DrainNotice, self._on_drain)
@@ -180,7 +182,7 @@ class SchedulerService:
 
     def _on_status(self, status: m.InstanceStatus) -> None:
         skew_s = status.sent_at - time.time()
-        SKEW_S.labels(status.instance_id).set(skew_s)
+        SKEW_S.observe(abs(skew_s))
         if abs(skew_s) > _SKEW_LIMIT_S and status.instance_id not in self._skewed:
             self._skewed.add(status.instance_id)
             logger.warning("clock of %s differs by %.0f ms (logged once)", status.instance_id, skew_s * 1000)
@@ -281,6 +283,8 @@ class SchedulerService:
         ANSWERS.labels(_label(answer)).inc()
         if isinstance(answer, m.Accepted):
             ATTEMPTS.labels(str(assign.attempt)).inc()
+        elif isinstance(answer, m.Refused):
+            logger.debug("%s refused %s: %s", command.instance_id, assign.request.request_id, answer)
         self._handle(p.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
 
     async def _write(self, command: p.WriteRecord) -> None:
@@ -307,6 +311,13 @@ class SchedulerService:
             except BusTimeout as error:
                 logger.debug("purge: %s", error)
                 await asyncio.sleep(_PURGE_PAUSE_S)
+
+
+async def _catch_up(follower: Follower, stream: str) -> None:
+    try:
+        await follower.caught_up(_CATCH_UP_LIMIT_S)
+    except TimeoutError:
+        raise BusTimeout(f"{stream} not read within {_CATCH_UP_LIMIT_S:g} s") from None
 
 
 async def _stand_down(reason: str) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from contracts import messages as m
 from contracts import subjects
-from services.bus import Bus, NatsSettings, Stored
+from services.bus import Bus, NatsSettings, Stored, trace_parent
 from services.costs import dump_latency
 from services.progress import write_record
 
@@ -120,6 +120,7 @@ class FakeWorker:
         self.held: dict[str, m.Assign] = {}
         self.seqs: dict[str, int] = {}  # PROGRESS sequence that the next write continues from
         self.assigns: list[m.Assign] = []  # all that came, in order
+        self.traces: list[str] = []  # the trace parents that they came with
         self.cancels: list[str] = []
         self.answer: Callable[[m.Assign], object] = lambda assign: m.Accepted()
         self.draining = False
@@ -142,6 +143,7 @@ class FakeWorker:
         if self.silent:
             await asyncio.sleep(3600)
         self.assigns.append(assign)
+        self.traces.append(trace_parent.get())
         answer = self.answer(assign)
         if isinstance(answer, m.Accepted):
             self.held[assign.request.request_id] = assign

@@ -128,11 +128,12 @@ async def test_malformed_messages_are_counted_and_logged_once(
     before = count_of(bus_module.MALFORMED, "status.gateway.*")
     for garbage in ("text", 7, {"type": "GatewayStatus"}, m.DrainNotice(instance_id="a")):
         await bus.publish("status.gateway.gw", garbage)
+    await bus._client.publish("status.gateway.gw", b"\xc1")
     good = m.GatewayStatus(gateway_id="gw", sent_at=1.0)
     await bus.publish("status.gateway.gw", good)
     await until(lambda: heard)
     assert heard == [good]
-    assert count_of(bus_module.MALFORMED, "status.gateway.*") == before + 4
+    assert count_of(bus_module.MALFORMED, "status.gateway.*") == before + 5
     assert sum("malformed" in message for message in caplog.messages) == 1
 
 

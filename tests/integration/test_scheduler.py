@@ -6,14 +6,15 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from contracts import messages as m
 from contracts import subjects
-from services.bus import Bus
+from services.bus import Bus, new_trace_parent, trace_parent
 from services.progress import Overtaken
-from tests.conftest import NatsServer
+from tests.conftest import NatsServer, free_port
 from tests.integration.scheduler_stage import FakeWorker, SchedulerProcess, Stage, make_request, until
 
 pytestmark = pytest.mark.integration
@@ -298,6 +299,43 @@ async def test_garbage_in_a_records_place_costs_an_attempt_but_not_the_request(s
     await until(lambda: worker.assigns[-1].attempt == 2)
     await worker.write("r1", "finished", blocks_done=2)
     await until(lambda: stage.is_purged("r1"))
+
+
+async def test_an_assignment_carries_the_trace_of_its_request(stage: Stage) -> None:
+    """Also where another event than the request's arrival places it."""
+    stage.scheduler()
+    await until(lambda: "acting" in stage.schedulers[0].log)
+    parents = [new_trace_parent() for _ in range(3)]
+    for number, parent in enumerate(parents):
+        trace_parent.set(parent)
+        await stage.submit(make_request(f"r{number}"))
+    trace_parent.set("")
+    worker = await stage.worker("a")
+    await until(lambda: len(worker.held) == 3)
+    assert dict(zip(worker.held, worker.traces, strict=True)) == {f"r{n}": parent for n, parent in enumerate(parents)}
+
+
+async def test_what_it_does_is_in_its_metrics(stage: Stage) -> None:
+    port = free_port()
+    worker = await stage.worker("a", max_requests=1)
+    stage.scheduler(metrics_port=port)
+    await a_running_request(stage, worker, "r1")
+    await stage.submit(make_request("r2"))
+
+    async def shows(*lines: str) -> bool:
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        return all(f"\n{line}\n" in text for line in lines)
+
+    await until(
+        lambda: shows(
+            "tediserve_scheduler_open_requests 2.0",
+            'tediserve_scheduler_waiting_requests{reason="no_room"} 1.0',
+            "tediserve_scheduler_instances 1.0",
+            'tediserve_scheduler_placements_total{attempt="1"} 1.0',
+            'tediserve_scheduler_commands_total{command="SendAssign",reason="new"} 1.0',
+        )
+    )
 
 
 async def test_a_wrong_setting_is_refused_with_its_name(stage: Stage) -> None:
