@@ -49,6 +49,8 @@ MIXTURES = (
     Mixture(3_404, equations=0.175, numbered=0.06, long_canvas=0.05),
     Mixture(3_800, equations=0.16, numbered=0.06, long_canvas=0.05),
     Mixture(4_400, equations=0.1, numbered=0.38, long_canvas=0.2),
+    Mixture(5_004, equations=0.1, numbered=0.38, long_canvas=0.2),
+    Mixture(5_004, equations=0.25, numbered=0.32, long_canvas=0.12),
 )
 
 
@@ -81,10 +83,10 @@ class TrainConfig:
 
     seed: int = 1
     num_ranks: int = 2
-    num_steps: int = 7_000
+    num_steps: int = 8_200
     warmup_steps: int = 100
     # From the first step on the rate falls linearly, to be zero at the second; the next entry takes over from there.
-    decays: tuple[tuple[int, int], ...] = ((2_600, 6_400), (3_400, 7_000))
+    decays: tuple[tuple[int, int], ...] = ((2_600, 6_400), (3_400, 7_000), (5_000, 8_200))
     learning_rate: float = 3e-3
     muon_weight_decay: float = 0.02
     tokens_per_step: int = 4_096
