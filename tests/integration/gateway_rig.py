@@ -58,7 +58,9 @@ def write_model_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1], "mask_token": {"content": SPECIALS[2]}}
+    mask = {"__type": "AddedToken", "content": SPECIALS[2], "special": True}  # one as an object, as they may be
+    config = {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1], "mask_token": mask}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
     sizes = {"mask_token_id": MASK_ID, "eos_token_id": 1, "vocab_size": tokenizer.get_vocab_size()}
     (folder / "config.json").write_text(json.dumps(sizes))
