@@ -248,9 +248,10 @@ class Bus:
         )
 
     async def flush(self) -> None:
-        """Returns once the server has seen all that was sent, subscriptions included, or after 2 s."""
+        """Returns once the server has seen all that was sent, subscriptions included, or after 4 s."""
         with contextlib.suppress(nats.errors.Error):
-            await self._client.flush(timeout=2)
+            for _ in range(2):  # nats-py sends the first one's ping ahead of what is buffered
+                await self._client.flush(timeout=2)
 
     # --- durable ---------------------------------------------------------------------------------------------------
 

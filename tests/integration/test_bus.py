@@ -98,6 +98,17 @@ async def test_without_a_listener_a_request_says_so_at_once(bus: Bus) -> None:
     assert time.monotonic() - started < 2
 
 
+async def test_after_a_flush_the_server_knows_the_subscription(bus: Bus, other: Bus) -> None:
+    async def accept(_: m.DrainNotice) -> m.Accepted:
+        return m.Accepted()
+
+    for number in range(100):
+        subject = subjects.assign(f"i{number}")
+        await other.respond(subject, m.DrainNotice, accept)
+        await other.flush()
+        await bus.request(subject, m.DrainNotice(instance_id="a"), m.Accepted, limit_s=5.0)
+
+
 async def test_without_an_answer_a_request_ends_at_its_limit(bus: Bus, other: Bus) -> None:
     async def never(_: m.DrainNotice) -> m.Accepted:
         await asyncio.sleep(3600)
