@@ -38,199 +38,39 @@ from contracts.messages import GenerateRequest, InstanceStatus, ProgressRecord
 from services.costs import LatencyProfile, Resident, mean_pass_tokens
 from services.profile import Profile
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.events import (
+    AskStatus,
+    AssignAnswered,
+    AssignReason,
+    CaughtUp,
+    Command,
+    DrainAsked,
+    Event,
+    GatewaySeen,
+    InstanceExited,
+    Purge,
+    Reconnected,
+    RecordSeen,
+    RecordUnreadable,
+    ReportSeen,
+    RequestSeen,
+    SendAssign,
+    SendCancel,
+    StandDown,
+    StatusSeen,
+    Tick,
+    Wait,
+    WakeAt,
+    WriteOvertaken,
+    WriteReason,
+    WriteRecord,
+    WriteUnanswered,
+)
 from services.scheduler.instances import Instance, clamp_ratio, resident_of
 from services.scheduler.waiting import Rank, WaitingQueue, rank_of
 
 _MAX_PAST = 4096  # records of requests that are not open, kept for those whose request arrives after them
 _MAX_GONE = 4096  # ids of instances that exited, kept for statuses that arrive after the news
-
-
-# --- events: all times are seconds of the clock whose reading is `now` --------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSeen:
-    """A request lies in REQUESTS at that sequence."""
-
-    request: GenerateRequest
-    seq: int
-    arrived_at: float
-    expires_at: float
-    deadline: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordSeen:
-    """A record lies in PROGRESS at that sequence: read there, or just written by this scheduler."""
-
-    record: ProgressRecord
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordUnreadable:
-    """Something that is no record lies in PROGRESS in a record's place."""
-
-    gateway_id: str
-    request_id: str
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOvertaken:
-    """A WriteRecord was refused. `found`: the record that stands, or None if none could be read."""
-
-    request_id: str
-    after_seq: int
-    found: RecordSeen | None
-
-
-@dataclass(frozen=True, slots=True)
-class WriteUnanswered:
-    """A WriteRecord got no answer within its limit; it may have been stored."""
-
-    request_id: str
-    after_seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class CaughtUp:
-    """All that was stored when this scheduler began has been handled."""
-
-
-@dataclass(frozen=True, slots=True)
-class StatusSeen:
-    status: InstanceStatus
-
-
-@dataclass(frozen=True, slots=True)
-class ReportSeen:
-    instance_id: str
-    latency_ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceExited:
-    """Its agent saw the process exit. No other will ever have its id."""
-
-    instance_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrainAsked:
-    instance_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySeen:
-    gateway_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class AssignAnswered:
-    """What came of a SendAssign. `undelivered`: nobody listened; `unanswered`: it may have been accepted."""
-
-    instance_id: str
-    request_id: str
-    attempt: int
-    answer: m.Accepted | m.Refused | Literal["undelivered", "unanswered"]
-
-
-@dataclass(frozen=True, slots=True)
-class Reconnected:
-    """This scheduler could hear nobody for a while: all silence counts from now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A time that a WakeAt asked for has come; harmless at any other."""
-
-
-Event: TypeAlias = (
-    RequestSeen
-    | RecordSeen
-    | RecordUnreadable
-    | WriteOvertaken
-    | WriteUnanswered
-    | CaughtUp
-    | StatusSeen
-    | ReportSeen
-    | InstanceExited
-    | DrainAsked
-    | GatewaySeen
-    | AssignAnswered
-    | Reconnected
-    | Tick
-)
-
-# --- commands -----------------------------------------------------------------------------------------------------
-
-AssignReason: TypeAlias = Literal["new", "released", "worker_lost", "unanswered"]
-WriteReason: TypeAlias = Literal["worker_lost", "expired", "gateway_lost", "too_long", "unknown_model", "engine_error"]
-
-
-@dataclass(frozen=True, slots=True)
-class SendAssign:
-    """Offer the assignment to the instance; AssignAnswered follows."""
-
-    instance_id: str
-    assign: m.Assign
-    reason: AssignReason
-
-
-@dataclass(frozen=True, slots=True)
-class WriteRecord:
-    """Store the record (its `written_at` is to be filled); RecordSeen, WriteOvertaken or WriteUnanswered follows."""
-
-    record: ProgressRecord
-    after_seq: int
-    reason: WriteReason
-
-
-@dataclass(frozen=True, slots=True)
-class Purge:
-    """Remove the request from REQUESTS, however often it takes."""
-
-    request_id: str
-    reason: Literal["finished", "cancelled", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class SendCancel:
-    """Tell whoever holds the request that its record is final."""
-
-    request_id: str
-    reason: Literal["ended_elsewhere", "accepted_too_late", "still_listed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing to do but to know: the request has joined the queue."""
-
-    request_id: str
-    reason: Literal["no_instance", "no_room"]
-
-
-@dataclass(frozen=True, slots=True)
-class AskStatus:
-    """Ask everybody how they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class WakeAt:
-    """Send a Tick at that time. A later WakeAt names an earlier time, or follows the Tick."""
-
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class StandDown:
-    """Stop acting at once: a scheduler with a higher epoch acts."""
-
-    reason: Literal["stale_epoch"] = "stale_epoch"
-
-
-Command: TypeAlias = SendAssign | WriteRecord | Purge | SendCancel | Wait | AskStatus | WakeAt | StandDown
 
 
 # --- state --------------------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from services.lease import Lease, LeaseLost
 from services.profile import load_profile
 from services.progress import Overtaken, subject_of, write_record
 from services.runtime import Runtime, Stop, new_id
-from services.scheduler import policy as p
+from services.scheduler import events as e
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.policy import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ _CATCH_UP_LIMIT_S = 60.0
 _BEAT_S = 0.25  # of the check that this process has not stood still
 _STOOD_STILL_S = 1.0
 _SKEW_LIMIT_S = 0.05
-_LOUD = (p.StandDown, p.WriteRecord)  # commands that an operator should see; the others are for debugging
+_LOUD = (e.StandDown, e.WriteRecord)  # commands that an operator should see; the others are for debugging
 
 
 def make_serve(config: SchedulerConfig) -> Callable[[Runtime], Awaitable[None]]:
@@ -70,7 +71,7 @@ def make_serve(config: SchedulerConfig) -> Callable[[Runtime], Awaitable[None]]:
             return
         logger.info("acting, epoch %d", lease.epoch)
         runtime.spawn(_keep(lease), name="lease")
-        scheduler = p.Scheduler(config, profile, latency, lease.epoch)
+        scheduler = Scheduler(config, profile, latency, lease.epoch)
         service = SchedulerService(runtime, scheduler, config)
         runtime.spawn(service.start(), name="start")
         try:
@@ -109,7 +110,7 @@ async def _keep(lease: Lease) -> None:
 class SchedulerService:
     """Feeds one policy object. `start` returns when it decides; `stop` makes it deaf."""
 
-    def __init__(self, runtime: Runtime, scheduler: p.Scheduler, config: SchedulerConfig) -> None:
+    def __init__(self, runtime: Runtime, scheduler: Scheduler, config: SchedulerConfig) -> None:
         self._runtime = runtime
         self._bus: Bus = runtime.bus
         self._scheduler = scheduler
@@ -124,7 +125,7 @@ class SchedulerService:
     async def start(self) -> None:
         """Raises BusTimeout."""
         bus = self._bus
-        bus.on_reconnected(lambda: self._handle(p.Reconnected()))
+        bus.on_reconnected(lambda: self._handle(e.Reconnected()))
         await bus.subscribe("status.instance.*", m.InstanceStatus, self._on_status)
         await bus.subscribe("report.*", m.Report, self._on_report)
         await bus.subscribe("status.lost.*", m.InstanceLost, self._on_lost)
@@ -142,13 +143,13 @@ class SchedulerService:
             subjects.PROGRESS,
             "prog.*.*",
             m.ProgressRecord,
-            lambda record, seq: self._handle(p.RecordSeen(record, seq)),
+            lambda record, seq: self._handle(e.RecordSeen(record, seq)),
             on_malformed=self._on_malformed_record,
             subject_of=subject_of,
         )
         await _catch_up(progress, subjects.PROGRESS)
         self._runtime.spawn(self._watch_own_silence(), name="own silence")
-        self._handle(p.CaughtUp())
+        self._handle(e.CaughtUp())
         await bus.respond(subjects.DRAIN, m.DrainNotice, self._on_drain)
         OPEN.set_function(lambda: self._scheduler.num_open)
         INSTANCES.set_function(self._scheduler.num_instances)
@@ -170,7 +171,7 @@ class SchedulerService:
         deadline = None if request.deadline_at is None else request.deadline_at + offset
         if parent := trace_parent.get():
             self._traces[request.request_id] = parent
-        self._handle(p.RequestSeen(request, seq, request.created_at + offset, request.expires_at + offset, deadline))
+        self._handle(e.RequestSeen(request, seq, request.created_at + offset, request.expires_at + offset, deadline))
 
     def _on_malformed_request(self, subject: str, seq: int) -> None:
         COMMANDS.labels("Purge", "malformed").inc()
@@ -178,7 +179,7 @@ class SchedulerService:
 
     def _on_malformed_record(self, subject: str, seq: int) -> None:
         _, gateway_id, request_id = subject.split(".")
-        self._handle(p.RecordUnreadable(gateway_id, request_id, seq))
+        self._handle(e.RecordUnreadable(gateway_id, request_id, seq))
 
     def _on_status(self, status: m.InstanceStatus) -> None:
         skew_s = status.sent_at - time.time()
@@ -186,20 +187,20 @@ class SchedulerService:
         if abs(skew_s) > _SKEW_LIMIT_S and status.instance_id not in self._skewed:
             self._skewed.add(status.instance_id)
             logger.warning("clock of %s differs by %.0f ms (logged once)", status.instance_id, skew_s * 1000)
-        self._handle(p.StatusSeen(status))
+        self._handle(e.StatusSeen(status))
 
     def _on_report(self, report: m.Report) -> None:
-        self._handle(p.ReportSeen(report.instance_id, report.latency_ratio))
+        self._handle(e.ReportSeen(report.instance_id, report.latency_ratio))
 
     def _on_lost(self, lost: m.InstanceLost) -> None:
         logger.warning("instance %s exited: %s", lost.instance_id, lost.detail)
-        self._handle(p.InstanceExited(lost.instance_id))
+        self._handle(e.InstanceExited(lost.instance_id))
 
     def _on_gateway(self, status: m.GatewayStatus) -> None:
-        self._handle(p.GatewaySeen(status.gateway_id))
+        self._handle(e.GatewaySeen(status.gateway_id))
 
     async def _on_drain(self, notice: m.DrainNotice) -> m.Accepted:
-        self._handle(p.DrainAsked(notice.instance_id))
+        self._handle(e.DrainAsked(notice.instance_id))
         return m.Accepted()
 
     async def _watch_own_silence(self) -> None:
@@ -213,13 +214,13 @@ class SchedulerService:
         self._beat_at = self._loop.time()
         if stood_still_s > _STOOD_STILL_S:
             logger.warning("stood still for %.1f s", stood_still_s)
-            self._handle(p.Reconnected())
+            self._handle(e.Reconnected())
 
     def _tick(self) -> None:
         self._note_own_beat()  # before silence is judged
-        self._handle(p.Tick())
+        self._handle(e.Tick())
 
-    def _handle(self, event: p.Event) -> None:
+    def _handle(self, event: e.Event) -> None:
         if self._stopped:
             return
         started = time.perf_counter()
@@ -230,32 +231,32 @@ class SchedulerService:
 
     # --- what is done ---------------------------------------------------------------------------------------------
 
-    def _carry_out(self, command: p.Command) -> None:
+    def _carry_out(self, command: e.Command) -> None:
         reason = getattr(command, "reason", "")
         COMMANDS.labels(type(command).__name__, reason).inc()
-        if not isinstance(command, p.WakeAt):
+        if not isinstance(command, e.WakeAt):
             logger.log(logging.INFO if isinstance(command, _LOUD) else logging.DEBUG, "%s", _Brief(command))
         match command:
-            case p.SendAssign():
+            case e.SendAssign():
                 self._spawn(self._assign(command), "assign", command.assign.request.request_id)
-            case p.WriteRecord():
+            case e.WriteRecord():
                 self._spawn(self._write(command), "write", command.record.request_id)
-            case p.Purge():
+            case e.Purge():
                 self._spawn(self._purge(subjects.request(command.request_id)), "purge")
                 self._traces.pop(command.request_id, None)
-            case p.SendCancel():
+            case e.SendCancel():
                 cancel = m.Cancel(request_id=command.request_id)
                 self._spawn(self._bus.publish(subjects.cancel(command.request_id), cancel), "cancel")
-            case p.AskStatus():
+            case e.AskStatus():
                 self._spawn(self._bus.publish(subjects.STATUS_ASK, m.StatusAsk()), "ask")
-            case p.WakeAt():
+            case e.WakeAt():
                 if self._timer is not None:
                     self._timer.cancel()
                 self._timer = self._loop.call_at(command.at, self._tick)
-            case p.StandDown():
+            case e.StandDown():
                 self.stop()
                 self._spawn(_stand_down(command.reason), "stand down")
-            case p.Wait():
+            case e.Wait():
                 pass
 
     def _spawn(self, work: Coroutine[Any, Any, Any], name: str, request_id: str = "") -> None:
@@ -263,7 +264,7 @@ class SchedulerService:
         trace_parent.set(self._traces.get(request_id, ""))
         self._runtime.spawn(work, name=name)
 
-    async def _assign(self, command: p.SendAssign) -> None:
+    async def _assign(self, command: e.SendAssign) -> None:
         limit_s = self._config.assign_limit_s
         assign = command.assign
         earliest_repeat = self._loop.time() + limit_s
@@ -285,22 +286,22 @@ class SchedulerService:
             ATTEMPTS.labels(str(assign.attempt)).inc()
         elif isinstance(answer, m.Refused):
             logger.debug("%s refused %s: %s", command.instance_id, assign.request.request_id, answer)
-        self._handle(p.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
+        self._handle(e.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
 
-    async def _write(self, command: p.WriteRecord) -> None:
+    async def _write(self, command: e.WriteRecord) -> None:
         record = replace(command.record, written_at=time.time())
         request_id, after_seq = record.request_id, command.after_seq
-        event: p.Event
+        event: e.Event
         try:
             seq = await write_record(self._bus, record, after_seq=after_seq, limit_s=_WRITE_LIMIT_S)
-            event = p.RecordSeen(record, seq)
+            event = e.RecordSeen(record, seq)
         except Overtaken as overtaken:
             OVERTAKEN.inc()
             found = overtaken.found
-            seen = None if found is None else p.RecordSeen(found.message, found.seq)
-            event = p.WriteOvertaken(request_id, after_seq, seen)
+            seen = None if found is None else e.RecordSeen(found.message, found.seq)
+            event = e.WriteOvertaken(request_id, after_seq, seen)
         except BusTimeout:
-            event = p.WriteUnanswered(request_id, after_seq)
+            event = e.WriteUnanswered(request_id, after_seq)
         self._handle(event)
 
     async def _purge(self, subject: str) -> None:
@@ -337,17 +338,17 @@ def _label(answer: m.Accepted | m.Refused | str) -> str:
 class _Brief:
     """A command as a log line, formatted only if it is wanted: never prompts or tokens."""
 
-    def __init__(self, command: p.Command) -> None:
+    def __init__(self, command: e.Command) -> None:
         self._command = command
 
     def __str__(self) -> str:
         command = self._command
         match command:
-            case p.SendAssign(instance_id=instance_id, assign=assign):
+            case e.SendAssign(instance_id=instance_id, assign=assign):
                 what = f"{assign.request.request_id} to {instance_id}, attempt {assign.attempt}"
-            case p.WriteRecord(record=record):
+            case e.WriteRecord(record=record):
                 what = f"{record.request_id} {record.state}, attempt {record.attempt}"
-            case p.Purge() | p.SendCancel() | p.Wait():
+            case e.Purge() | e.SendCancel() | e.Wait():
                 what = command.request_id
             case _:
                 what = ""

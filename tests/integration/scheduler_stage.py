@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from contracts import messages as m
 from contracts import subjects
+from contracts.codec import MalformedMessage
 from services.bus import Bus, NatsSettings, Stored, trace_parent
 from services.costs import dump_latency
 from services.progress import write_record
@@ -271,7 +272,10 @@ class Stage:
 
     async def is_purged(self, request_id: str) -> bool:
         subject = subjects.request(request_id)
-        return await self.bus.last(subjects.REQUESTS, subject, m.GenerateRequest) is None
+        try:
+            return await self.bus.last(subjects.REQUESTS, subject, m.GenerateRequest) is None
+        except MalformedMessage:
+            return False
 
     async def end(self) -> None:
         await self.gateway_dies()

@@ -5,8 +5,9 @@ from typing import Any
 from contracts import messages as m
 from services.costs import Curve, LatencyProfile
 from services.profile import Decoding, EngineSection, Limits, Profile
-from services.scheduler import policy as p
+from services.scheduler import events as e
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.policy import Scheduler
 
 EPOCH = 7
 BLOCK = 32
@@ -25,15 +26,15 @@ def latency_of(curve: Curve) -> LatencyProfile:
     return LatencyProfile({(1, "recompute"): curve, (1, "cache"): curve})
 
 
-def make_scheduler(curve: Curve = LINE, profile: Profile = PROFILE, epoch: int = EPOCH, **config: Any) -> p.Scheduler:
+def make_scheduler(curve: Curve = LINE, profile: Profile = PROFILE, epoch: int = EPOCH, **config: Any) -> Scheduler:
     """Fresh: it has not caught up."""
-    return p.Scheduler(SchedulerConfig(**config), profile, latency_of(curve), epoch)
+    return Scheduler(SchedulerConfig(**config), profile, latency_of(curve), epoch)
 
 
-def make_acting(curve: Curve = LINE, profile: Profile = PROFILE, **config: Any) -> p.Scheduler:
+def make_acting(curve: Curve = LINE, profile: Profile = PROFILE, **config: Any) -> Scheduler:
     """One that has started on an empty cluster at time 0."""
     scheduler = make_scheduler(curve, profile, **config)
-    scheduler.handle(p.CaughtUp(), 0.0)
+    scheduler.handle(e.CaughtUp(), 0.0)
     return scheduler
 
 
@@ -59,10 +60,10 @@ def seen(
     arrived_at: float = 0.0,
     expires_at: float = 100.0,
     deadline: float | None = None,
-) -> p.RequestSeen:
+) -> e.RequestSeen:
     if isinstance(request, str):
         request = make_request(request)
-    return p.RequestSeen(request, seq, arrived_at, expires_at, deadline)
+    return e.RequestSeen(request, seq, arrived_at, expires_at, deadline)
 
 
 def make_record(
@@ -85,7 +86,7 @@ def held(request: m.GenerateRequest | str = "r1", attempt: int = 1) -> m.Held:
     )
 
 
-def status(instance_id: str = "a", *holds: m.Held, **fields: Any) -> p.StatusSeen:
+def status(instance_id: str = "a", *holds: m.Held, **fields: Any) -> e.StatusSeen:
     defaults: dict[str, Any] = {
         "node_id": "n",
         "model": MODEL,
@@ -96,28 +97,28 @@ def status(instance_id: str = "a", *holds: m.Held, **fields: Any) -> p.StatusSee
         "max_requests": 4,
         "kv_tokens": 2048,
     }
-    return p.StatusSeen(m.InstanceStatus(instance_id=instance_id, held=list(holds), **(defaults | fields)))
+    return e.StatusSeen(m.InstanceStatus(instance_id=instance_id, held=list(holds), **(defaults | fields)))
 
 
-def answered(answer: Any, request_id: str = "r1", instance_id: str = "a", attempt: int = 1) -> p.AssignAnswered:
+def answered(answer: Any, request_id: str = "r1", instance_id: str = "a", attempt: int = 1) -> e.AssignAnswered:
     """`answer`: "accepted", a reason to refuse, or how no answer came."""
     if answer == "accepted":
         answer = m.Accepted()
     elif answer not in ("undelivered", "unanswered"):
         answer = m.Refused(reason=answer)
-    return p.AssignAnswered(instance_id, request_id, attempt, answer)
+    return e.AssignAnswered(instance_id, request_id, attempt, answer)
 
 
 def assigned(
     instance_id: str = "a",
     request: m.GenerateRequest | str = "r1",
-    reason: p.AssignReason = "new",
+    reason: e.AssignReason = "new",
     *,
     attempt: int = 1,
     resume: m.ProgressRecord | None = None,
     from_seq: int = 0,
     epoch: int = EPOCH,
-) -> p.SendAssign:
+) -> e.SendAssign:
     """The command that is expected."""
     if isinstance(request, str):
         request = make_request(request)
@@ -126,18 +127,18 @@ def assigned(
     assign = m.Assign(
         epoch=epoch, attempt=attempt, request=request, threshold=threshold, resume=resume, from_seq=from_seq
     )
-    return p.SendAssign(instance_id, assign, reason)
+    return e.SendAssign(instance_id, assign, reason)
 
 
 def written(
     state: m.State,
-    reason: p.WriteReason,
+    reason: e.WriteReason,
     request: m.GenerateRequest | str = "r1",
     *,
     attempt: int = 1,
     after_seq: int = 0,
     **fields: Any,
-) -> p.WriteRecord:
+) -> e.WriteRecord:
     """The command that is expected: `fields` are what the last record held."""
     if isinstance(request, str):
         request = make_request(request)
@@ -150,20 +151,20 @@ def written(
         reason=reason,
         **({"prompt_tokens": len(request.prompt_ids), "created_at": request.created_at} | fields),
     )
-    return p.WriteRecord(record, after_seq, reason)
+    return e.WriteRecord(record, after_seq, reason)
 
 
-def stored(command: p.Command, seq: int) -> p.RecordSeen:
+def stored(command: e.Command, seq: int) -> e.RecordSeen:
     """The expected write has succeeded."""
-    assert isinstance(command, p.WriteRecord)
-    return p.RecordSeen(command.record, seq)
+    assert isinstance(command, e.WriteRecord)
+    return e.RecordSeen(command.record, seq)
 
 
-def placements(commands: list[p.Command]) -> list[tuple[str, str]]:
+def placements(commands: list[e.Command]) -> list[tuple[str, str]]:
     """(request, instance) of the assignments among the commands."""
-    return [(c.assign.request.request_id, c.instance_id) for c in commands if isinstance(c, p.SendAssign)]
+    return [(c.assign.request.request_id, c.instance_id) for c in commands if isinstance(c, e.SendAssign)]
 
 
-def but_wakes(commands: list[p.Command]) -> list[p.Command]:
+def but_wakes(commands: list[e.Command]) -> list[e.Command]:
     """All but WakeAt, for tests that are not about time."""
-    return [command for command in commands if not isinstance(command, p.WakeAt)]
+    return [command for command in commands if not isinstance(command, e.WakeAt)]

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from services.scheduler import policy as p
+from services.scheduler import events as e
 from tests.unit.scheduler.world import Worker, World
 
 FATES = st.sampled_from(["answered", "answered", "answer_lost", "lost"])
@@ -39,7 +39,7 @@ class AnythingGoes(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.05, 0.25, 1.0, 3.1]))
     def pass_time(self, seconds: float) -> None:
-        self.world.tell(p.GatewaySeen("gw"))
+        self.world.tell(e.GatewaySeen("gw"))
         self.world.pass_time(seconds)
 
     @rule()
@@ -49,7 +49,7 @@ class AnythingGoes(RuleBasedStateMachine):
 
     @rule()
     def reconnect(self) -> None:
-        self.world.tell(p.Reconnected())
+        self.world.tell(e.Reconnected())
 
     # --- the network ---
 
@@ -143,7 +143,7 @@ class AnythingGoes(RuleBasedStateMachine):
         worker = pick_of(self.live(), pick)
         worker.draining = True
         if noticed:
-            self.world.tell(p.DrainAsked(worker.id))
+            self.world.tell(e.DrainAsked(worker.id))
 
     def live(self) -> list[Worker]:
         return [worker for worker in self.world.workers.values() if worker.alive]
@@ -219,7 +219,7 @@ def work_a_little(world: World, rng: random.Random) -> None:
         for request_id in list(worker.runs):
             if worker.acts and rng.random() < 0.3:
                 world.finish_block(worker, request_id)
-    world.tell(p.GatewaySeen("gw"))
+    world.tell(e.GatewaySeen("gw"))
     world.pass_time(rng.choice([0.05, 0.1, 0.3]))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from contracts import messages as m
-from services.scheduler import policy as p
+from services.scheduler import events as e
 from tests.unit.scheduler.build import BLOCK, MODEL, make_request, make_scheduler
 
 MAX_ATTEMPTS = 3
@@ -97,18 +97,18 @@ class World:
         self._epoch = 0
         self._seq = 0
         self.requests: dict[str, tuple[m.GenerateRequest, int, float]] = {}  # REQUESTS: request, sequence, arrival
-        self.progress: dict[str, p.RecordSeen] = {}  # PROGRESS: the last record of each request
+        self.progress: dict[str, e.RecordSeen] = {}  # PROGRESS: the last record of each request
         self.submitted: list[str] = []
         self.workers: dict[str, Worker] = {}
         self.losses_written = 0
         # under way
-        self.request_feed: deque[p.RequestSeen] = deque()  # to the scheduler, in order
-        self.record_feed: deque[p.RecordSeen] = deque()
-        self.core_feed: deque[p.Event] = deque()  # statuses and such: in order, may be lost
-        self.assigns: list[p.SendAssign] = []
-        self.answers: list[tuple[int, p.AssignAnswered]] = []  # epoch of the scheduler that is to hear it
-        self.writes: list[tuple[int, p.WriteRecord]] = []
-        self.write_results: list[tuple[int, p.Event]] = []
+        self.request_feed: deque[e.RequestSeen] = deque()  # to the scheduler, in order
+        self.record_feed: deque[e.RecordSeen] = deque()
+        self.core_feed: deque[e.Event] = deque()  # statuses and such: in order, may be lost
+        self.assigns: list[e.SendAssign] = []
+        self.answers: list[tuple[int, e.AssignAnswered]] = []  # epoch of the scheduler that is to hear it
+        self.writes: list[tuple[int, e.WriteRecord]] = []
+        self.write_results: list[tuple[int, e.Event]] = []
         self.purges: list[str] = []
         self.cancels: list[str] = []
         self.start_scheduler()
@@ -120,7 +120,7 @@ class World:
         self._epoch += 1
         self.scheduler = make_scheduler(epoch=self._epoch, **self._config)
         self.wake_at: float | None = None
-        self.heard: list[tuple[p.Event, float, list[p.Command]]] = []
+        self.heard: list[tuple[e.Event, float, list[e.Command]]] = []
         self.purges.clear()
         self.core_feed.clear()
         self.request_feed = deque(self._seen(request_id) for request_id in self.requests)
@@ -128,50 +128,50 @@ class World:
         for feed in (self.request_feed, self.record_feed):
             while feed:
                 self.tell(feed.popleft())
-        self.tell(p.CaughtUp())
+        self.tell(e.CaughtUp())
 
-    def _seen(self, request_id: str) -> p.RequestSeen:
+    def _seen(self, request_id: str) -> e.RequestSeen:
         request, seq, arrived_at = self.requests[request_id]
-        return p.RequestSeen(request, seq, arrived_at, expires_at=request.expires_at)
+        return e.RequestSeen(request, seq, arrived_at, expires_at=request.expires_at)
 
-    def tell(self, event: p.Event) -> None:
+    def tell(self, event: e.Event) -> None:
         commands = self.scheduler.handle(event, self.now)
         self.heard.append((event, self.now, commands))
         for command in commands:
             self._carry_out(command)
         self.scheduler.check_invariants()
 
-    def _carry_out(self, command: p.Command) -> None:
+    def _carry_out(self, command: e.Command) -> None:
         match command:
-            case p.SendAssign():
+            case e.SendAssign():
                 assert command.assign.attempt <= MAX_ATTEMPTS
                 self._check_budget(command)
                 self.assigns.append(command)
-            case p.WriteRecord():
+            case e.WriteRecord():
                 assert command.record.attempt <= MAX_ATTEMPTS
                 if command.reason == "worker_lost":
                     self.losses_written += 1
                     self._check_loss(command)
                 self.writes.append((self._epoch, command))
-            case p.Purge():
+            case e.Purge():
                 assert self.progress[command.request_id].record.is_final
                 self.purges.append(command.request_id)
-            case p.SendCancel():
+            case e.SendCancel():
                 if command.request_id in self.progress:
                     assert self.progress[command.request_id].record.is_final
                 self.cancels.append(command.request_id)
-            case p.WakeAt():
+            case e.WakeAt():
                 self.wake_at = command.at
-            case p.StandDown():
+            case e.StandDown():
                 raise AssertionError("there is no other scheduler")
 
-    def _check_loss(self, command: p.WriteRecord) -> None:
+    def _check_loss(self, command: e.WriteRecord) -> None:
         """It shuts the old holder out, or is the last."""
         last = self.progress.get(command.record.request_id)
         if last is not None and last.seq == command.after_seq and command.record.state == "released":
             assert command.record.attempt == last.record.attempt + 1
 
-    def _check_budget(self, command: p.SendAssign) -> None:
+    def _check_budget(self, command: e.SendAssign) -> None:
         instance = self.scheduler._instances[command.instance_id]
         assert len(instance.residents) + len(instance.foreign) <= instance.max_requests
         assert instance.tokens <= instance.kv_tokens
@@ -192,14 +192,14 @@ class World:
         self.request_feed.append(self._seen(request_id))
         return request_id
 
-    def append(self, record: m.ProgressRecord, after_seq: int) -> p.RecordSeen | None:
+    def append(self, record: m.ProgressRecord, after_seq: int) -> e.RecordSeen | None:
         """Compare and set. None: refused."""
         last = self.progress.get(record.request_id)
         if (last.seq if last else 0) != after_seq:
             return None
         assert last is None or not last.record.is_final, "a final record must be the last"
         self._seq += 1
-        seen = self.progress[record.request_id] = p.RecordSeen(record, self._seq)
+        seen = self.progress[record.request_id] = e.RecordSeen(record, self._seq)
         self.record_feed.append(seen)
         return seen
 
@@ -211,7 +211,7 @@ class World:
         while self.wake_at is not None and self.wake_at <= until:
             self.now = max(self.now, self.wake_at)
             self.wake_at = None
-            self.tell(p.Tick())
+            self.tell(e.Tick())
         self.now = until
 
     def deliver_assign(self, index: int, how: Delivery) -> None:
@@ -225,7 +225,7 @@ class World:
             if how == "answer_lost":
                 answer = "unanswered"
         assign = command.assign
-        event = p.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer)
+        event = e.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer)
         self.answers.append((assign.epoch, event))
 
     def deliver_answer(self, index: int) -> None:
@@ -236,12 +236,12 @@ class World:
     def perform_write(self, index: int, how: Delivery) -> None:
         epoch, command = self.writes.pop(index)
         record = replace(command.record, written_at=self.now)
-        event: p.Event = p.WriteUnanswered(record.request_id, command.after_seq)
+        event: e.Event = e.WriteUnanswered(record.request_id, command.after_seq)
         if how != "lost":
             stored = self.append(record, command.after_seq)
             if how == "answered":
                 found = self.progress.get(record.request_id)
-                event = stored or p.WriteOvertaken(record.request_id, command.after_seq, found)
+                event = stored or e.WriteOvertaken(record.request_id, command.after_seq, found)
         self.write_results.append((epoch, event))
 
     def deliver_write_result(self, index: int) -> None:
@@ -267,11 +267,11 @@ class World:
         worker.alive = False
         worker.runs.clear()
         if told:
-            self.core_feed.append(p.InstanceExited(worker.id))
+            self.core_feed.append(e.InstanceExited(worker.id))
 
     def say_status(self, worker: Worker) -> None:
         if worker.acts:
-            self.core_feed.append(p.StatusSeen(worker.status()))
+            self.core_feed.append(e.StatusSeen(worker.status()))
 
     def finish_block(self, worker: Worker, request_id: str) -> None:
         """Writes the record of one block more: final after the last, `released` where it drains."""
@@ -349,7 +349,7 @@ class World:
             if worker.acts:
                 for request_id in list(worker.runs):
                     self.finish_block(worker, request_id)
-        self.core_feed.append(p.GatewaySeen("gw"))
+        self.core_feed.append(e.GatewaySeen("gw"))
         self.settle_messages()
         self.pass_time(0.25)
 
