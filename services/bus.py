@@ -171,6 +171,11 @@ class Bus:
         return bus
 
     @property
+    def result_retention_s(self) -> float:
+        """How long the record of a request is kept."""
+        return self._settings.result_retention_s
+
+    @property
     def connected(self) -> bool:
         return bool(self._client.is_connected)
 

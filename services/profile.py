@@ -100,6 +100,15 @@ def load_profile(folder: str | Path) -> Profile:
     return profile
 
 
+def check_retention(profile: Profile, result_retention_s: float) -> None:
+    """Raises ConfigError unless records are kept longer than a request may run."""
+    if profile.limits.time_limit_s >= result_retention_s:
+        raise ConfigError(
+            f"limits.time_limit_s {profile.limits.time_limit_s:g} of the profile must be shorter than "
+            f"result_retention_s {result_retention_s:g} in [nats]: the record of a running request must not expire"
+        )
+
+
 def _check(profile: Profile, path: Path) -> None:
     d, limits = profile.decoding, profile.limits
     if not d.thresholds or list(d.thresholds) != sorted(set(d.thresholds)):

@@ -17,7 +17,7 @@ from services.gateway.openai_api import Api
 from services.gateway.protocol import hardened_protocol
 from services.gateway.service import GatewayService
 from services.gateway.text import load_codec, load_special_ids
-from services.profile import load_profile
+from services.profile import check_retention, load_profile
 from services.runtime import Runtime, Stop, main, new_id
 from services.settings import ConfigError, load_section
 
@@ -60,6 +60,7 @@ async def serve(runtime: Runtime, config: GatewayConfig) -> None:
 def load_gateway(runtime: Runtime, config: GatewayConfig) -> Gateway:
     """Everything but the server. Raises ConfigError."""
     profile = load_profile(config.profile)
+    check_retention(profile, runtime.bus.result_retention_s)
     ids = load_special_ids(profile.weights_folder)
     mask_id = ids.get("mask_token_id")
     codec = load_codec(profile.weights_folder, mask_id)

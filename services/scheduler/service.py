@@ -24,7 +24,7 @@ from contracts.codec import MalformedMessage
 from services.bus import Bus, BusTimeout, Follower, NoResponder, trace_parent
 from services.costs import load_latency
 from services.lease import Lease, LeaseLost
-from services.profile import load_profile
+from services.profile import check_retention, load_profile
 from services.progress import Overtaken, subject_of, write_record
 from services.runtime import Runtime, Stop, new_id
 from services.scheduler import events as e
@@ -66,6 +66,7 @@ def make_serve(config: SchedulerConfig) -> Callable[[Runtime], Awaitable[None]]:
     latency = load_latency(profile.latency_file)
 
     async def serve(runtime: Runtime) -> None:
+        check_retention(profile, runtime.bus.result_retention_s)
         lease = Lease(runtime.bus, new_id("sched"))
         if not await _acquire(lease, runtime):
             return

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from services.bus import NatsSettings
-from services.profile import load_profile
+from services.profile import check_retention, load_profile
 from services.settings import ConfigError, load_section
 
 PROFILE = """
@@ -92,6 +92,14 @@ def test_a_wrong_profile_is_refused_with_the_reason(tmp_path: Path, change: tupl
     (tmp_path / "profile.toml").write_text(PROFILE.replace(*change))
     with pytest.raises(ConfigError, match=complaint):
         load_profile(tmp_path)
+
+
+def test_records_must_be_kept_longer_than_a_request_may_run(tmp_path: Path) -> None:
+    (tmp_path / "profile.toml").write_text(PROFILE + "time_limit_s = 900\n")
+    profile = load_profile(tmp_path)
+    check_retention(profile, 901.0)
+    with pytest.raises(ConfigError, match=r"time_limit_s 900 .* result_retention_s 900"):
+        check_retention(profile, 900.0)
 
 
 def test_a_missing_profile_is_said(tmp_path: Path) -> None:
