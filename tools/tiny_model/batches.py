@@ -89,7 +89,9 @@ class BatchMaker:
     def batch(self, rank: int, step: int) -> Batch:
         """The batch of this rank and step."""
         group = self._pool(rank, step // POOL_STEPS)[step % POOL_STEPS]
-        return self._masked([self._fitted(text) for text in group], Random(f"mask/{self._config.seed}/{rank}/{step}"))
+        return self._masked(
+            [self._fitted(text) for text in group], mixture_at(step), Random(f"mask/{self._config.seed}/{rank}/{step}")
+        )
 
     def _fitted(self, text: Text) -> Text:
         """Without the oldest part of a conversation that is longer than the model's context."""
@@ -163,7 +165,7 @@ class BatchMaker:
 
     # --- masking ---
 
-    def _masked(self, texts: list[Text], rng: Random) -> Batch:
+    def _masked(self, texts: list[Text], mixture: Mixture, rng: Random) -> Batch:
         num_rows, width = len(texts), _round_up(max(map(len, texts)), LENGTH_STEP)
         noise = np.random.Generator(np.random.PCG64(rng.getrandbits(64)))
         input_BT = np.full((num_rows, width), self._eos, np.int64)
@@ -177,7 +179,7 @@ class BatchMaker:
             start, end = len(text.prompt), len(text)
             input_BT[row, :end] = text.prompt + text.canvas
             is_padding_BT[row, :end] = False
-            weight_BT[row, start:end] = self._weights(text, 0.02 + 0.98 * level, rng, noise)
+            weight_BT[row, start:end] = self._weights(text, 0.02 + 0.98 * level, mixture, rng, noise)
         masked_M = np.flatnonzero(weight_BT)
         target_M = input_BT.reshape(-1)[masked_M]
         input_BT.reshape(-1)[masked_M] = self._mask
@@ -192,16 +194,16 @@ class BatchMaker:
             np.pad(is_equations_B[masked_M // width], (0, missing)),
         )
 
-    def _weights(self, text: Text, level: float, rng: Random, noise: np.random.Generator) -> Floats:
+    def _weights(self, text: Text, level: float, mixture: Mixture, rng: Random, noise: np.random.Generator) -> Floats:
         """The loss weight of each canvas position: above 0 where it is masked, 0 where it is visible."""
         canvas = np.array(text.canvas)
         if text.is_equations:
             return self._equation_weights(canvas, level, rng, noise)
         kind = rng.random()
         equals = np.flatnonzero(canvas == self._equals)
-        if kind < 0.5:
+        if kind < mixture.uniform:
             weights = _uniform(len(canvas), level, noise)
-        elif kind < 0.75 or not len(equals):
+        elif kind < mixture.uniform + mixture.by_block or not len(equals):
             weights = _block_by_block(len(canvas), text.num_content, level, rng, noise)
         else:
             weights = self._from_equals(canvas, int(rng.choice(equals)) + 1)

@@ -30,13 +30,16 @@ class Mixture:
     """What training texts are made of from `step` on: shares from 0 to 1.
 
     `equations` of all texts; `numbered` of the other texts' problems; `long_canvas` of the answers get a canvas that
-    is longer than needed.
+    is longer than needed. Of the answers, `uniform` are masked anywhere and `by_block` left to right; the others are
+    hidden from one "=" on.
     """
 
     step: int
     equations: float
     numbered: float
     long_canvas: float
+    uniform: float = 0.5
+    by_block: float = 0.25
 
 
 # Shares run linearly from one entry to the next; two entries of one step make a jump.
@@ -51,6 +54,8 @@ MIXTURES = (
     Mixture(4_400, equations=0.1, numbered=0.38, long_canvas=0.2),
     Mixture(5_004, equations=0.1, numbered=0.38, long_canvas=0.2),
     Mixture(5_004, equations=0.25, numbered=0.32, long_canvas=0.12),
+    Mixture(6_400, equations=0.25, numbered=0.32, long_canvas=0.12),
+    Mixture(6_400, equations=0.2, numbered=0.35, long_canvas=0.15, uniform=0.25, by_block=0.4),
 )
 
 
@@ -70,7 +75,18 @@ def mixture_at(step: int, mixtures: tuple[Mixture, ...] = MIXTURES) -> Mixture:
         between(before.equations, after.equations),
         between(before.numbered, after.numbered),
         between(before.long_canvas, after.long_canvas),
+        between(before.uniform, after.uniform),
+        between(before.by_block, after.by_block),
     )
+
+
+@dataclass(frozen=True)
+class Decay:
+    """From step `start` on the rate falls linearly, to be zero at `end`, from `factor` times where it stood."""
+
+    start: int
+    end: int
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,10 +99,14 @@ class TrainConfig:
 
     seed: int = 1
     num_ranks: int = 2
-    num_steps: int = 8_200
+    num_steps: int = 14_000
     warmup_steps: int = 100
-    # From the first step on the rate falls linearly, to be zero at the second; the next entry takes over from there.
-    decays: tuple[tuple[int, int], ...] = ((2_600, 6_400), (3_400, 7_000), (5_000, 8_200))
+    decays: tuple[Decay, ...] = (
+        Decay(2_600, 6_400),
+        Decay(3_400, 7_000),
+        Decay(5_000, 8_200),
+        Decay(6_400, 14_000, factor=2.0),
+    )
     learning_rate: float = 3e-3
     muon_weight_decay: float = 0.02
     tokens_per_step: int = 4_096
@@ -95,17 +115,17 @@ class TrainConfig:
     checkpoint_every_steps: int = 200
 
     def __post_init__(self) -> None:
-        starts = [start for start, _ in self.decays]
-        if starts != sorted(starts) or any(end <= start for start, end in self.decays):
+        starts = [decay.start for decay in self.decays]
+        if starts != sorted(starts) or any(decay.end <= decay.start for decay in self.decays):
             raise ValueError(f"decays {self.decays} must be in order, each with its end after its start")
 
     def rate_at(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, constant, then the decays, but never below a fiftieth."""
         warm = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         cold = 1.0
-        for index, (start, end) in enumerate(self.decays):
-            if step >= start:
+        for index, decay in enumerate(self.decays):
+            if step >= decay.start:
                 following = self.decays[index + 1 :]
-                until = min(step, following[0][0]) if following else step
-                cold *= (end - until) / (end - start)
+                until = min(step, following[0].start) if following else step
+                cold *= decay.factor * (decay.end - until) / (decay.end - decay.start)
         return self.learning_rate * warm * max(0.02, cold)

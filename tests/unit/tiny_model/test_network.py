@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
 from services.denoiser.loader import load_model
-from tools.tiny_model.config import Mixture, ModelConfig, TrainConfig, mixture_at
+from tools.tiny_model.config import Decay, Mixture, ModelConfig, TrainConfig, mixture_at
 from tools.tiny_model.export import export_model
 from tools.tiny_model.network import TinyLLaDA, rotation_table
 from tools.tiny_model.train import make_model_config
@@ -70,17 +70,20 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="n_heads 5"):
         ModelConfig(vocab_size=8, bos_token_id=0, eos_token_id=1, mask_token_id=2, n_heads=5)
     with pytest.raises(ValueError, match="decays"):
-        TrainConfig(decays=((100, 50),))
+        TrainConfig(decays=(Decay(100, 50),))
 
 
 def test_the_learning_rate_warms_up_stays_and_decays() -> None:
-    config = TrainConfig(num_steps=120, warmup_steps=10, decays=((60, 100), (80, 120)), learning_rate=1.0)
+    config = TrainConfig(
+        num_steps=120, warmup_steps=10, decays=(Decay(60, 100), Decay(80, 120, factor=1.2)), learning_rate=1.0
+    )
     rates = [config.rate_at(step) for step in range(120)]
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert set(rates[10:61]) == {1.0}
     assert rates[70] == pytest.approx(0.75)  # towards zero at step 100
-    assert rates[80] == pytest.approx(0.5)
-    assert rates[100] == pytest.approx(0.25)  # from there towards zero at step 120
+    assert rates[79] == pytest.approx(0.525)
+    assert rates[80] == pytest.approx(0.6)  # 1.2 times 0.5, and from there towards zero at step 120
+    assert rates[100] == pytest.approx(0.3)
     assert rates[119] == pytest.approx(0.02)
 
 
