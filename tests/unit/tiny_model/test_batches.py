@@ -83,11 +83,11 @@ def test_batches_keep_to_the_token_budget_and_pad_little(maker: BatchMaker) -> N
     assert np.mean([batch.is_padding_BT.mean() for batch in batches]) < 0.25
 
 
-def test_equations_give_way_to_numbered_prompts(tokenizer: Tokenizer, maker: BatchMaker) -> None:
+def test_equations_give_way_to_problems(tokenizer: Tokenizer, maker: BatchMaker) -> None:
     def share(steps: range) -> float:
         return float(np.mean(np.concatenate([maker.batch(0, step).is_equations_M for step in steps])))
 
-    assert share(range(16)) > 2 * share(range(5_000, 5_016))
+    assert share(range(16)) > 2 * share(range(4_800, 4_816))
 
 
 def test_a_conversation_longer_than_the_context_loses_its_oldest_part(tokenizer: Tokenizer) -> None:
