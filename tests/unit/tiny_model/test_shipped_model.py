@@ -52,11 +52,10 @@ def test_it_answers_what_a_newcomer_types(dtype: str) -> None:
     assert [outcome.text for outcome in outcomes if not outcome.is_correct] == []
 
 
-@pytest.mark.parametrize("cache", evaluation.CACHE_MODES)
-def test_a_low_threshold_saves_a_third_of_the_steps_and_most_answers_stay_right(cache: str) -> None:
-    settings = (Setting(cache, 0.9), Setting(cache, 0.5))
-    above, below = evaluation.evaluate(EvaluationJob(MODEL, settings, count=60)).values()
-    assert sum(outcome.is_correct for outcome in above) >= 46  # of 60: 85 % less four standard errors
+def test_a_low_threshold_saves_a_third_of_the_steps_and_most_answers_stay_right() -> None:
+    settings = (Setting("dual", 0.9), Setting("dual", 0.5))
+    above, below = evaluation.evaluate(EvaluationJob(MODEL, settings, count=40)).values()
+    assert sum(outcome.is_correct for outcome in above) >= 29  # of 40: 85 % less two standard errors
     assert sum(outcome.num_steps for outcome in below) <= 0.75 * sum(outcome.num_steps for outcome in above)
     assert len({outcome.num_steps for outcome in above}) > 10
 
