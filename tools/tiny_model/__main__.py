@@ -1,4 +1,4 @@
-"""`python -m tools.tiny_model train|evaluate|sample|plot`."""
+"""`python -m tools.tiny_model train|evaluate|sample|plot|readme`."""
 
 import argparse
 import json
@@ -15,6 +15,7 @@ def main() -> None:
     _add_evaluate(commands)
     _add_sample(commands)
     _add_plot(commands)
+    _add_readme(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -110,6 +111,18 @@ def _plot(arguments: argparse.Namespace) -> None:
     from tools.tiny_model.plot import plot_loss
 
     plot_loss(arguments.log, arguments.out)
+
+
+def _add_readme(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("readme", help="fill the measured parts of a profile's README, draw its loss curve")
+    parser.add_argument("profile", type=Path)
+    parser.set_defaults(run=_readme)
+
+
+def _readme(arguments: argparse.Namespace) -> None:
+    from tools.tiny_model.readme import fill_readme
+
+    fill_readme(arguments.profile)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from tools.tiny_model.config import Mixture, TrainConfig, mixture_at
-from tools.tiny_model.tasks import Problem, equation, sample
+from tools.tiny_model.tasks import TAUGHT, Problem, equation, sample
 from tools.tiny_model.tokenizer import BOS, EOS, EOT, MASK, ROLES, token_id_of
 
 CANVAS_BLOCK = 32
@@ -124,14 +124,14 @@ class BatchMaker:
     def _text(self, rng: Random, mixture: Mixture) -> Text:
         if rng.random() < mixture.equations:
             return self._equations(rng)
-        return self._chat(rng, sample(rng, "train", mixture.numbered), mixture.long_canvas)
+        return self._chat(rng, sample(rng, "train", replace(TAUGHT, share=mixture.numbered)), mixture.long_canvas)
 
     def _chat(self, rng: Random, problem: Problem, long_canvas: float) -> Text:
         prompt = [self._bos]
         if rng.random() < 0.04:
             prompt += self._message("system", rng.choice(SYSTEM_PROMPTS))
         while rng.random() < 0.04:
-            earlier = sample(rng, "train", numbered_share=0.1)
+            earlier = sample(rng, "train", replace(TAUGHT, share=0.1))
             prompt += self._message("user", earlier.prompt) + self._message("assistant", earlier.answer)
         prompt += [*self._message("user", problem.prompt), self._roles["assistant"]]
         answer = [*self._ids(problem.answer), self._eos]
@@ -148,7 +148,7 @@ class BatchMaker:
         """A canvas full of unrelated equations, now and then behind a prompt that has nothing to do with them."""
         prompt = [self._bos, self._roles["assistant"]]
         if rng.random() < 0.3:
-            distraction = self._message("user", sample(rng, "train", 0.0).prompt)
+            distraction = self._message("user", sample(rng, "train", replace(TAUGHT, share=0.0)).prompt)
             prompt = [self._bos, *distraction, self._roles["assistant"]]
         canvas: list[int] = []
         length = rng.choice((32, 64, 64, 96))

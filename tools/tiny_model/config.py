@@ -56,6 +56,8 @@ MIXTURES = (
     Mixture(5_004, equations=0.25, numbered=0.32, long_canvas=0.12),
     Mixture(6_400, equations=0.25, numbered=0.32, long_canvas=0.12),
     Mixture(6_400, equations=0.2, numbered=0.35, long_canvas=0.15, uniform=0.25, by_block=0.4),
+    Mixture(8_400, equations=0.2, numbered=0.35, long_canvas=0.15, uniform=0.25, by_block=0.4),
+    Mixture(8_400, equations=0.12, numbered=0.22, long_canvas=0.15, uniform=0.25, by_block=0.4),
 )
 
 
@@ -99,13 +101,14 @@ class TrainConfig:
 
     seed: int = 1
     num_ranks: int = 2
-    num_steps: int = 14_000
+    num_steps: int = 11_400
     warmup_steps: int = 100
     decays: tuple[Decay, ...] = (
         Decay(2_600, 6_400),
         Decay(3_400, 7_000),
         Decay(5_000, 8_200),
         Decay(6_400, 14_000, factor=2.0),
+        Decay(8_400, 11_400),
     )
     learning_rate: float = 3e-3
     muon_weight_decay: float = 0.02

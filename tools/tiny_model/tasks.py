@@ -1,6 +1,7 @@
 """Small arithmetic problems with worked answers and an exact-match check.
 
 1. `sample(rng, split)` draws one problem; all randomness comes from `rng`, so the same state gives the same problem.
+   Prompts that number several problems (`NumberedPrompts`) are easier where we ask than where we teach.
 2. A problem's `key` holds its numbers and operations and nothing of its wording. The hash of the key alone says
    whether it is held out (one in HELD_OUT_MODULUS); training never shows a held-out key in any wording, nor as a
    part of a numbered prompt.
@@ -28,7 +29,6 @@ HELD_OUT_MODULUS = 50
 MAX_PARTS = 6
 # A worked operation takes about 14 tokens, a part about 8 more: 13 operations in 6 parts stay below 256 tokens.
 MAX_NUMBERED_OPERATIONS = 13
-NUMBERED_SHARE = 0.3
 
 HE = ("Tom", "Ben", "Sam", "Max", "Leo", "Dan", "Jack", "Omar", "Bob", "John")
 SHE = ("Anna", "Mia", "Lily", "Zoe", "Eva", "Ivy", "Nora", "Ruth", "Alice", "Mary")
@@ -99,6 +99,19 @@ PLAIN_WORDS = (
 
 
 @dataclass(frozen=True)
+class NumberedPrompts:
+    """Prompts with several problems: their share of all prompts, how many parts they have, and how long these are."""
+
+    share: float
+    part_counts: tuple[int, ...]  # each as likely
+    max_part_operations: int
+
+
+TAUGHT = NumberedPrompts(share=0.3, part_counts=(2, 2, 2, 3, 3, 3, 4, 4, 5, MAX_PARTS), max_part_operations=3)
+ASKED = NumberedPrompts(share=0.15, part_counts=(2, 2, 2, 2, 3, 3, 3, 4, 5, MAX_PARTS), max_part_operations=2)
+
+
+@dataclass(frozen=True)
 class Problem:
     """One prompt with a worked answer.
 
@@ -120,11 +133,11 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT_MODULUS == 0
 
 
-def sample(rng: Random, split: Split, numbered_share: float = NUMBERED_SHARE) -> Problem:
-    """Draw a problem of `split` from the mixed distribution, `numbered_share` of them numbered prompts."""
-    draw = _numbered if rng.random() < numbered_share else _single
+def sample(rng: Random, split: Split, numbered: NumberedPrompts = ASKED) -> Problem:
+    """Draw a problem of `split` from the mixed distribution, with numbered prompts as `numbered` says."""
+    is_numbered = rng.random() < numbered.share
     while True:
-        problem = draw(rng, split)
+        problem = _numbered(rng, split, numbered) if is_numbered else _draw(rng, SINGLE, _NO_LIMIT)
         if split == "any" or is_held_out(problem.key) == (split == "held_out"):
             return problem
 
@@ -445,14 +458,10 @@ def _draw(rng: Random, builders: tuple[tuple[_Builder, float], ...], limit: int)
     return rng.choices(builders, weights)[0][0](rng, limit)
 
 
-def _single(rng: Random, _split: Split) -> Problem:
-    return _draw(rng, SINGLE, _NO_LIMIT)
-
-
-def _numbered(rng: Random, split: Split) -> Problem:
-    num_parts = rng.choice((2, 2, 2, 3, 3, 3, 4, 4, 5, MAX_PARTS))
+def _numbered(rng: Random, split: Split, shape: NumberedPrompts) -> Problem:
+    num_parts = rng.choice(shape.part_counts)
     while True:
-        parts = [_part(rng, split) for _ in range(num_parts)]
+        parts = [_part(rng, split, shape.max_part_operations) for _ in range(num_parts)]
         if sum(part.num_operations for part in parts) <= MAX_NUMBERED_OPERATIONS:
             break
     between = rng.choice(("\n", " "))
@@ -466,9 +475,9 @@ def _numbered(rng: Random, split: Split) -> Problem:
     )
 
 
-def _part(rng: Random, split: Split) -> Problem:
+def _part(rng: Random, split: Split, limit: int) -> Problem:
     """A part of a numbered prompt; in training never one that is held out as a prompt of its own."""
     while True:
-        part = _draw(rng, _PART_SHARES, limit=3)
+        part = _draw(rng, _PART_SHARES, limit)
         if split != "train" or not is_held_out(part.key):
             return part

@@ -14,7 +14,7 @@ from random import Random
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tools.tiny_model.tasks import sample
+from tools.tiny_model.tasks import TAUGHT, sample
 
 BOS, EOS, MASK, EOT = "<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|eot_id|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
@@ -44,7 +44,7 @@ def build_tokenizer(extra_texts: Iterable[str] = (), seed: int = 7, num_problems
     pre_tokenizer, rng = _pre_tokenizer(), Random(seed)
     counts: Counter[str] = Counter()
     for _ in range(num_problems):
-        problem = sample(rng, "train")
+        problem = sample(rng, "train", TAUGHT)
         for text in (problem.prompt, problem.answer):
             counts.update(word for word, _ in pre_tokenizer.pre_tokenize_str(text))
     for text in extra_texts:

@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.tiny_model import tasks
-from tools.tiny_model.tasks import HONEST_ANSWER, MAX_RESULT, Problem, extract_results, is_correct, is_held_out, sample
+from tools.tiny_model.tasks import (
+    ASKED,
+    HONEST_ANSWER,
+    MAX_RESULT,
+    TAUGHT,
+    NumberedPrompts,
+    Problem,
+    extract_results,
+    is_correct,
+    is_held_out,
+    sample,
+)
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 seeds = st.integers(min_value=0, max_value=2**32)
@@ -16,7 +27,7 @@ seeds = st.integers(min_value=0, max_value=2**32)
 
 def problems(count: int, seed: int = 1, split: tasks.Split = "any") -> list[Problem]:
     rng = Random(seed)
-    return [sample(rng, split) for _ in range(count)]
+    return [sample(rng, split, TAUGHT) for _ in range(count)]
 
 
 def compute(a: int, op: str, b: int) -> int:
@@ -36,7 +47,7 @@ def test_every_equation_of_an_answer_is_true(seed: int) -> None:
 @given(seeds)
 def test_every_equation_follows_from_what_is_known(seed: int) -> None:
     """Operands are numbers of the prompt or earlier results: nothing comes from nowhere."""
-    problem = sample(Random(seed), "any", numbered_share=0.0)
+    problem = sample(Random(seed), "any", replace(ASKED, share=0.0))
     known = {int(number) for number in re.findall(r"\d+", problem.prompt)} | {60}
     known |= {1} if problem.task == "time" else set()  # the hour that is carried over
     for a, _, b, result in EQUATION.findall(problem.answer):
@@ -133,6 +144,14 @@ def test_numbered_prompts_have_two_to_six_parts_with_a_result_each() -> None:
         count = len(problem.expected)
         assert [int(n) for n in re.findall(r"^(\d)\) ", problem.answer, re.MULTILINE)] == list(range(1, count + 1))
         assert problem.num_operations <= tasks.MAX_NUMBERED_OPERATIONS
+
+
+def test_parts_are_shorter_where_we_ask_than_where_we_teach() -> None:
+    def mean_operations(numbered: NumberedPrompts) -> float:
+        drawn = [sample(Random(seed), "any", replace(numbered, share=1.0)) for seed in range(300)]
+        return sum(problem.num_operations / len(problem.expected) for problem in drawn) / len(drawn)
+
+    assert mean_operations(ASKED) < mean_operations(TAUGHT) < 3
 
 
 def test_equations_for_training_are_true() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tools.tiny_model.batches import MAX_CANVAS, SYSTEM_PROMPTS
-from tools.tiny_model.tasks import sample
+from tools.tiny_model.tasks import TAUGHT, sample
 from tools.tiny_model.tokenizer import (
     BOS,
     EOS,
@@ -67,7 +67,7 @@ def test_a_conversation_keeps_all_its_messages() -> None:
 
 def test_every_answer_fits_the_longest_canvas(tokenizer: Tokenizer) -> None:
     rng = Random(5)
-    lengths = [len(tokenizer.encode(sample(rng, "any").answer).ids) for _ in range(5_000)]
+    lengths = [len(tokenizer.encode(sample(rng, "any", TAUGHT).answer).ids) for _ in range(5_000)]
     assert max(lengths) < MAX_CANVAS  # one place is left for end-of-text
     assert max(lengths) > 160  # and long answers do occur
 
