@@ -302,15 +302,19 @@ class Bus:
             raise BusTimeout(f"JetStream gave no streams within {s.connect_limit_s:g} s") from None
 
     async def _ensure_stream(self, config: api.StreamConfig) -> None:
+        told = ""
         while True:
             try:
-                await self._js.add_stream(config)
-                return
-            except nats.js.errors.BadRequestError:  # exists with other settings, e.g. another bound: make it as wanted
-                with contextlib.suppress(nats.js.errors.APIError, nats.errors.Error):
+                try:
+                    await self._js.add_stream(config)
+                except nats.js.errors.BadRequestError:  # exists with other settings, e.g. another bound
                     await self._js.update_stream(config)
-                    return
-            except (nats.js.errors.ServiceUnavailableError, nats.errors.Error, TimeoutError) as error:
+                return
+            except nats.js.errors.APIError as error:
+                if error.description and error.description != told:  # storage, replicas, room: for an operator to mend
+                    told = error.description
+                    logger.warning("stream %s cannot be made: %s", config.name, told)
+            except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
                 logger.debug("stream %s: %r", config.name, error)
             await asyncio.sleep(0.1)
 

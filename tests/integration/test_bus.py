@@ -1,6 +1,7 @@
 """The bus, the lease and the writing of records on a real nats-server, which is killed where it hurts."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -488,3 +489,28 @@ async def test_standing_by_goes_on_through_a_server_death(nats_server: NatsServe
 def test_a_wrong_setting_is_refused_with_its_name(key: str, value: object) -> None:
     with pytest.raises((ValueError, msgspec.ValidationError), match=key):
         NatsSettings(**{key: value})
+
+
+async def test_streams_kept_in_memory_are_gone_with_the_server(nats_server: NatsServer) -> None:
+    bus = await Bus.connect(NatsSettings(url=nats_server.url, storage="memory"), "test")
+    await bus.ensure_streams()
+    await fill(bus, 0, 1)
+    nats_server.kill()
+    await until(lambda: not bus.connected)
+    nats_server.start()
+    await until(lambda: bus.connected)
+    await bus.ensure_streams()
+    assert await bus.last(subjects.REQUESTS, "req.*", m.GenerateRequest) is None
+    await bus.close()
+
+
+async def test_why_a_stream_cannot_be_made_is_said_once(
+    nats_server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = await Bus.connect(NatsSettings(url=nats_server.url, replicas=3, connect_limit_s=1.0), "test")
+    with caplog.at_level(logging.WARNING), pytest.raises(BusTimeout, match="no streams within 1 s"):
+        await bus.ensure_streams()
+    assert [r.message for r in caplog.records if "cannot be made" in r.message] == [
+        "stream REQUESTS cannot be made: replicas > 1 not supported in non-clustered mode"
+    ]
+    await bus.close()
