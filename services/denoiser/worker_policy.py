@@ -21,6 +21,9 @@ Thresholds:
 Draining:
 9. Nothing new is taken. The scheduler is asked each `ASK_AGAIN_S` until it agrees; then every run is released at its
    block's end. With nothing held, or at the limit, the worker exits.
+Latency ratio:
+10. Measured over profiled step latency, the median of the last passes; passes older than `RATIO_S` do not count, and 1
+   is said unless enough are left. A few cold passes would else keep all work away, and so the passes that correct them.
 """
 
 from collections import deque
@@ -63,6 +66,8 @@ GIVE_UP_S = 10.0  # after expiry, for the record that says so
 ENDED_S = 10.0  # how long an ended run answers for late repeats of its assignment
 ASK_AGAIN_S = 1.0
 _MAX_EARLY = 10_000  # thresholds kept; more are somebody's mistake
+RATIO_S = 10.0
+RATIO_MIN_PASSES = 32
 _RATIO_PASSES = 64
 
 
@@ -85,7 +90,7 @@ class WorkerPolicy:
         self.epoch = 0  # the highest seen
         self.draining = False
         self._latency = latency
-        self._ratios: deque[float] = deque(maxlen=_RATIO_PASSES)
+        self._ratios: deque[tuple[float, float]] = deque(maxlen=_RATIO_PASSES)  # (when, measured over profiled)
         self._runs: dict[str, Run] = {}  # by run id
         self._run_of: dict[str, str] = {}  # request id -> run id: one run a request
         self._runs_begun = 0
@@ -101,7 +106,7 @@ class WorkerPolicy:
             case Stepped():
                 return self._note_step(event, now)
             case PassTimed():
-                return self._note_pass(event)
+                return self._note_pass(event, now)
             case Assigned():
                 return self._answer_assignment(event, now)
             case m.Release():
@@ -141,8 +146,10 @@ class WorkerPolicy:
 
     @property
     def latency_ratio(self) -> float:
-        """Measured over profiled step latency: the median of the last passes, kept between 0.5 and 4."""
-        return min(4.0, max(0.5, median(self._ratios))) if self._ratios else 1.0
+        """Measured over profiled step latency, kept between 0.5 and 4; 1 while too few passes are known (rule 10)."""
+        if len(self._ratios) < RATIO_MIN_PASSES:
+            return 1.0
+        return min(4.0, max(0.5, median(ratio for _, ratio in self._ratios)))
 
     def status(self, wall: float) -> m.InstanceStatus:
         """How the instance is; `wall`: its own clock."""
@@ -366,12 +373,17 @@ class WorkerPolicy:
             return self._write(run, run.record("running", now))
         return []
 
-    def _note_pass(self, timed: PassTimed) -> list[WorkerCommand]:
+    def _note_pass(self, timed: PassTimed, now: float) -> list[WorkerCommand]:
+        self._expire_ratios(now)
         if self._latency is not None:
             profiled = self._latency.step_ms(self.instance.tp_degree, timed.recompute_tokens, timed.cache_tokens)
             if profiled > 0:
-                self._ratios.append(1e3 * timed.seconds / profiled)
+                self._ratios.append((now, 1e3 * timed.seconds / profiled))
         return []
+
+    def _expire_ratios(self, now: float) -> None:
+        while self._ratios and now - self._ratios[0][0] >= RATIO_S:
+            self._ratios.popleft()
 
     def _fail(self, run_id: str, reason: m.Reason, now: float) -> list[WorkerCommand]:
         run = self._runs.get(run_id)
@@ -432,6 +444,7 @@ class WorkerPolicy:
 
     def _look_at_clock(self, now: float) -> list[WorkerCommand]:
         commands: list[WorkerCommand] = []
+        self._expire_ratios(now)
         for run in list(self._runs.values()):
             commands += self._look_at_expiry(run, now)
         self._ended = {key: ended for key, ended in self._ended.items() if now < ended.forget}

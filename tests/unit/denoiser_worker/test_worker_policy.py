@@ -615,15 +615,49 @@ def test_the_next_step_is_a_recompute_at_a_blocks_start_and_without_a_cache(poli
     assert [entry.next_recompute for entry in report.entries] == [True, True]
 
 
-def test_the_latency_ratio_is_the_median_of_measured_over_profiled() -> None:
+def timed(policy: WorkerPolicy, num_passes: int, *, seconds: float, now: float = 1.0) -> None:
+    """Cache passes that are profiled at 10 ms."""
+    for _ in range(num_passes):
+        policy.handle(PassTimed(recompute_tokens=0, cache_tokens=32, seconds=seconds), now)
+
+
+@pytest.fixture
+def measuring() -> WorkerPolicy:
     latency = LatencyProfile(
         {(1, "recompute"): Curve.through([(100, 20.0)]), (1, "cache"): Curve.through([(32, 10.0)])}
     )
-    policy = WorkerPolicy(make_instance(), latency)
-    assert policy.status(WALL).latency_ratio == 1.0
-    for seconds in (0.012, 0.5, 0.013):
-        policy.handle(PassTimed(recompute_tokens=0, cache_tokens=32, seconds=seconds), 1.0)
-    assert policy.latency_ratio == pytest.approx(1.3)
+    return WorkerPolicy(make_instance(), latency)
+
+
+def test_the_latency_ratio_is_the_median_of_measured_over_profiled(measuring: WorkerPolicy) -> None:
+    assert measuring.status(WALL).latency_ratio == 1.0
+    timed(measuring, 15, seconds=0.012)
+    timed(measuring, 15, seconds=0.5)
+    timed(measuring, 3, seconds=0.013)
+    assert measuring.latency_ratio == pytest.approx(1.3)
     for _ in range(64):
-        policy.handle(PassTimed(recompute_tokens=100, cache_tokens=0, seconds=9.0), 1.0)
-    assert policy.latency_ratio == 4.0
+        measuring.handle(PassTimed(recompute_tokens=100, cache_tokens=0, seconds=9.0), 1.0)
+    assert measuring.latency_ratio == 4.0
+
+
+def test_a_few_passes_say_nothing_of_the_latency_ratio(measuring: WorkerPolicy) -> None:
+    timed(measuring, 31, seconds=0.04)
+    assert measuring.latency_ratio == 1.0
+    timed(measuring, 1, seconds=0.04)
+    assert measuring.latency_ratio == pytest.approx(4.0)
+
+
+def test_an_idle_worker_forgets_its_latency_ratio(measuring: WorkerPolicy) -> None:
+    timed(measuring, 40, seconds=0.02, now=5.0)
+    measuring.handle(Tick(), 14.9)
+    assert measuring.status(WALL).latency_ratio == pytest.approx(2.0)
+    measuring.handle(Tick(), 15.0)
+    assert measuring.status(WALL).latency_ratio == 1.0
+
+
+def test_passes_before_a_pause_do_not_count_after_it(measuring: WorkerPolicy) -> None:
+    timed(measuring, 40, seconds=0.04, now=5.0)
+    timed(measuring, 1, seconds=0.04, now=15.0)
+    assert measuring.latency_ratio == 1.0
+    timed(measuring, 31, seconds=0.01, now=15.0)
+    assert measuring.latency_ratio == pytest.approx(1.0)
