@@ -261,7 +261,7 @@ class Worker:
                 )
             )
         except (BusTimeout, StreamFull) as error:
-            logger.warning("record of %s not stored yet: %s", write.record.request_id, error)
+            logger.warning("%s; trying again", error)  # it names the record
             await asyncio.sleep(_TICK_S)  # StreamFull is said at once
             self._handle(WriteOverdue(run_id=write.run_id))
         else:
