@@ -10,7 +10,8 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
 3. An instance that its agent saw exit, or without a sign of life for `instance_silent_s`, is lost. So is a request that
    its instance has neither listed nor written about for that long, or whose assignment went unanswered for that long.
 4. For a lost request the record `released` with attempt + 1 is written, which shuts the old holder out; once it stands,
-   the request waits again. Lost `max_attempts` times, it fails as `worker_lost`.
+   the request waits again. If its instance died, it goes only to one that has shown life since: those that died with
+   the first must not cost it an attempt each. Lost `max_attempts` times, it fails as `worker_lost`.
 5. A request whose time limit passed `expiry_margin_s` ago fails as `expired`. A gateway without a sign of life for
    `gateway_silent_s` loses its requests, the detached ones excepted: cancelled as `gateway_lost`.
    A record that got in between is built upon, unless it is final, or the record was to tell of a loss.
@@ -27,6 +28,7 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
 """
 
 import heapq
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -92,6 +94,7 @@ class _Open:
     instance_id: str = ""
     assigned_at: float = 0.0
     maybe_held: bool = False  # assigning: a try of this assignment went unanswered
+    lost_at: float = -math.inf  # when its instance died: only one seen alive since may have it
     evidence_at: float = 0.0  # running: when its instance last showed that it holds it
     pending: WriteRecord | None = None  # writing: the write under way
     overtaken: int = 0  # waiting: placements of later ones while it was the first that did not fit
@@ -401,9 +404,9 @@ class Scheduler:
 
     def _note_exit(self, instance_id: str, now: float) -> None:
         _remember(self._gone, instance_id, None, _MAX_GONE)
-        self._lose_instance(instance_id)
+        self._lose_instance(instance_id, now)
 
-    def _lose_instance(self, instance_id: str) -> None:
+    def _lose_instance(self, instance_id: str, now: float) -> None:
         instance = self._instances.pop(instance_id, None)
         if instance is None:
             return
@@ -412,7 +415,10 @@ class Scheduler:
             if open_.phase == "writing":
                 self._detach(open_)
             else:
+                open_.lost_at = now
                 self._lose(open_)
+        if holds:
+            self._do(AskStatus())  # who lives?
 
     def _instance(self, instance_id: str, now: float) -> Instance:
         instance = self._instances.get(instance_id)
@@ -545,7 +551,9 @@ class Scheduler:
         fitting = [
             instance
             for instance in self._open_to(open_.id)
-            if instance.room(now) >= open_.canvas_tokens and instance.id not in open_.refused_by
+            if instance.room(now) >= open_.canvas_tokens
+            and instance.id not in open_.refused_by
+            and instance.seen_at > open_.lost_at
         ]
         return min(
             fitting,
@@ -632,7 +640,9 @@ class Scheduler:
 
     def _repeat_assign(self, open_: _Open, now: float) -> None:
         if now - open_.assigned_at > self.config.instance_silent_s:
+            open_.lost_at = now
             self._lose(open_)
+            self._do(AskStatus())
         else:
             self._send_assign(open_, "unanswered")
 
@@ -709,7 +719,7 @@ class Scheduler:
         if lost_at > now:
             self._set_alarm(lost_at, "instance", instance_id)
         else:
-            self._lose_instance(instance_id)
+            self._lose_instance(instance_id, now)
 
     def _check_gateway(self, gateway_id: str, now: float) -> None:
         lost_at = self._gateways[gateway_id] + self.config.gateway_silent_s

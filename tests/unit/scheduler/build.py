@@ -166,5 +166,5 @@ def placements(commands: list[e.Command]) -> list[tuple[str, str]]:
 
 
 def but_wakes(commands: list[e.Command]) -> list[e.Command]:
-    """All but WakeAt, for tests that are not about time."""
-    return [command for command in commands if not isinstance(command, e.WakeAt)]
+    """All but WakeAt and AskStatus, for tests that are not about time and silence."""
+    return [command for command in commands if not isinstance(command, e.WakeAt | e.AskStatus)]

@@ -46,7 +46,7 @@ def make() -> Iterator[Make]:
 
 
 def run(scheduler: Scheduler, now: float, *events: e.Event) -> list[e.Command]:
-    """The commands, without WakeAt, that these events give."""
+    """The commands that these events give, without WakeAt and AskStatus."""
     return but_wakes([command for event in events for command in scheduler.handle(event, now)])
 
 
@@ -253,7 +253,8 @@ def test_a_silent_instance_is_lost_and_its_request_placed_elsewhere(make: Make) 
         created_at=0.0,
         prompt_tokens=0,
     )
-    assert run(scheduler, 4.1, stored(write, 6)) == [
+    run(scheduler, 4.1, stored(write, 6))
+    assert run(scheduler, 4.2, status("b")) == [
         assigned("b", reason="worker_lost", attempt=2, resume=write.record, from_seq=6)
     ]
 
@@ -278,6 +279,20 @@ def test_ticks_are_asked_for_where_silence_would_be_too_long(make: Make) -> None
     assert scheduler.handle(e.Tick(), 4.0) == [e.WakeAt(5.0)]
     assert scheduler.handle(e.Tick(), 5.0) == []
     assert scheduler.num_instances() == 0
+
+
+def test_instances_that_die_together_cost_a_request_one_attempt(make: Make) -> None:
+    scheduler = make()
+    running(scheduler)
+    run(scheduler, 0.4, status("b"), status("c"))
+    lost = scheduler.handle(e.InstanceExited("a"), 0.5)
+    (write,) = but_wakes(lost)
+    assert e.AskStatus() in lost
+    assert run(scheduler, 0.501, stored(write, 5)) == [e.Wait("r1", "no_room")]  # b and c may be dead as well
+    assert run(scheduler, 0.502, e.InstanceExited("b")) == []
+    (assign,) = run(scheduler, 0.51, status("c"))
+    assert isinstance(assign, e.SendAssign)
+    assert (assign.instance_id, assign.assign.attempt) == ("c", 2)
 
 
 def test_an_exited_instance_is_lost_at_once_and_for_ever(make: Make) -> None:
