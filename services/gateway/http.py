@@ -351,6 +351,8 @@ class _Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == ScopeType.WEBSOCKET:
             return await self._app(scope, receive, send)
+        # HEAD is answered as GET is; uvicorn leaves out the body, as it looks at the scope that it made
+        inner: Any = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         headers = dict(scope["headers"])
         sent_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = sent_id if _SANE_ID.fullmatch(sent_id) else secrets.token_hex(16)
@@ -367,7 +369,7 @@ class _Front:
 
         HTTP_OPEN.inc()
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(inner, receive, send_with_id)
         except Exception:
             logger.exception("error in %s %s", scope["method"], route)
             if status == 0:

@@ -708,6 +708,17 @@ async def test_every_answer_has_a_request_id(rig: Rig, client: httpx.AsyncClient
     assert insane.headers["x-request-id"] != "a b\tc"
 
 
+async def test_head_tells_what_get_would(rig: Rig, client: httpx.AsyncClient) -> None:
+    told = {"content-type", "content-length"}
+    for path in ("/health/live", "/health/ready", "/v1/models", f"/v1/models/{MODEL}"):
+        got, head = await client.get(rig.url + path), await client.head(rig.url + path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert {name: head.headers[name] for name in told} == {name: got.headers[name] for name in told}
+        assert head.headers["x-request-id"]
+    assert (await client.head(rig.url + "/v1/chat/completions")).status_code == 405
+    assert (await client.head(rig.url + "/nowhere")).status_code == 404
+
+
 async def test_one_envelope_for_every_error(start: StartRig, client: httpx.AsyncClient) -> None:
     rig = await start(max_body_bytes=2048)
     url = rig.url + "/v1/chat/completions"
