@@ -1,11 +1,13 @@
 """uvicorn's HTTP/1.1 protocol, hardened.
 
-1. Bytes that are no HTTP request are answered in OpenAI's envelope too, with a request id.
+1. Bytes that are no HTTP request are answered in OpenAI's envelope too, with a request id. So is a request
+   that tells its length in two ways, as a proxy before us may believe the other one (request smuggling).
 2. Who connects must send a whole request head in time, however slowly its bytes trickle in.
 """
 
 import asyncio
 import secrets
+from typing import Any
 
 import h11
 import msgspec
@@ -14,11 +16,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from services.gateway.openai_api import ApiError
 
 
+class _StrictConnection(h11.Connection):
+    """h11 takes `Transfer-Encoding` for the truth where there is a `Content-Length` too; here that is an error."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if {b"content-length", b"transfer-encoding"} <= names:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        return event
+
+
 class HardenedProtocol(H11Protocol):
     """One connection. Subclassed by `hardened_protocol` with the limit."""
 
     head_limit_s = 30.0
     _head_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _StrictConnection(h11.SERVER)  # with h11's limit for a head, which is uvicorn's too
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)

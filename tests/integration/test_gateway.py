@@ -510,6 +510,21 @@ async def test_what_is_no_http_gets_the_envelope(rig: Rig) -> None:
     await writer.wait_closed()
 
 
+async def test_a_request_with_two_lengths_is_refused_and_hung_up_on(rig: Rig) -> None:
+    """Also as the second of a connection; what follows in its body is no request."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(
+        b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    )
+    answers = await asyncio.wait_for(reader.read(), 5)
+    assert re.findall(rb"HTTP/1\.1 (\d+)", answers) == [b"200", b"400"]
+    assert json.loads(answers.rpartition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_garbage_after_an_early_answer_is_hung_up_on(start: StartRig) -> None:
     rig = await start(max_body_bytes=1024)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
