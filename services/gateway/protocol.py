@@ -3,9 +3,11 @@
 1. Bytes that are no HTTP request are answered in OpenAI's envelope too, with a request id. So is a request
    that tells its length in two ways, as a proxy before us may believe the other one (request smuggling).
 2. Who connects must send a whole request head in time, however slowly its bytes trickle in.
+3. What a client does wrong is no warning of ours: anybody could fill the log.
 """
 
 import asyncio
+import logging
 import secrets
 from typing import Any
 
@@ -14,6 +16,24 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.gateway.openai_api import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+class _ClientsFaults(logging.Filter):
+    """Tells at level debug what uvicorn warns of, where a client is to blame."""
+
+    _BEGINNINGS = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if not message.startswith(self._BEGINNINGS):
+            return True
+        logger.debug("%s", message)
+        return False
+
+
+_CLIENTS_FAULTS = _ClientsFaults()  # one, as a logger takes the same filter only once
 
 
 class _StrictConnection(h11.Connection):
@@ -85,5 +105,6 @@ class HardenedProtocol(H11Protocol):
 
 
 def hardened_protocol(limit_s: float) -> type[HardenedProtocol]:
-    """The protocol with this limit for a request's head."""
+    """The protocol with this limit for a request's head. uvicorn's log is filtered."""
+    logging.getLogger("uvicorn.error").addFilter(_CLIENTS_FAULTS)
     return type("Protocol", (HardenedProtocol,), {"head_limit_s": limit_s})

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -506,6 +507,26 @@ async def test_what_is_no_http_gets_the_envelope(rig: Rig) -> None:
     assert head.startswith(b"HTTP/1.1 400")
     assert b"x-request-id: " in head
     assert json.loads(body)["error"]["code"] == "invalid_http"
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET /nowhere HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade, close\r\n\r\n",
+    ],
+)
+async def test_a_clients_fault_is_no_warning(
+    rig: Rig, caplog: pytest.LogCaptureFixture, request_bytes: bytes
+) -> None:
+    caplog.set_level(logging.DEBUG, "services.gateway")
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(request_bytes)
+    assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 40")
+    assert not [record for record in caplog.records if record.levelno >= logging.INFO]
+    assert any(record.name == "services.gateway.protocol" for record in caplog.records)
     writer.close()
     await writer.wait_closed()
 
