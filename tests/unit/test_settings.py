@@ -6,8 +6,14 @@ import msgspec
 import pytest
 
 from services.bus import NatsSettings
+from services.denoiser.config import AgentConfig, WorkerConfig
+from services.gateway.config import GatewayConfig
 from services.profile import check_retention, load_profile
+from services.runtime import LogSettings
+from services.scheduler.config import SchedulerConfig
 from services.settings import ConfigError, load_section
+
+ROOT = Path(__file__).parents[2]
 
 PROFILE = """
 model = "m"
@@ -107,6 +113,19 @@ def test_a_missing_profile_is_said(tmp_path: Path) -> None:
         load_profile(tmp_path)
 
 
+def test_the_example_holds_the_defaults() -> None:
+    environ = {"TEDISERVE_CONFIG": str(ROOT / "tediserve.example.toml")}
+    for section, config in (
+        ("nats", NatsSettings),
+        ("log", LogSettings),
+        ("gateway", GatewayConfig),
+        ("scheduler", SchedulerConfig),
+        ("worker", WorkerConfig),
+        ("agent", AgentConfig),
+    ):
+        assert load_section(config, section, environ) == config()
+
+
 def test_the_profiles_that_ship_are_right() -> None:
-    for path in (Path(__file__).parents[2] / "profiles").glob("*/profile.toml"):
+    for path in (ROOT / "profiles").glob("*/profile.toml"):
         load_profile(path.parent)
