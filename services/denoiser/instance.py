@@ -19,6 +19,8 @@ from services.settings import ConfigError
 # Of the free memory; the rest is for activations, logits and, on a CPU, everybody else.
 _POOL_SHARE = {"cuda": 0.8, "cpu": 0.25}
 _MAX_RECOMPUTE_TOKENS = 2048  # of recompute steps in one pass, as long as one fits
+_WARM_UP_LOADS = ((1, 256), (4, 64))  # requests and the canvas of each, as far as they fit
+_WARM_UP_STEPS = 5
 
 
 def build_engine(profile: Profile) -> Engine:
@@ -85,22 +87,42 @@ def _free_memory(device: torch.device) -> int:
 
 
 def warm_up(engine: Engine) -> None:
-    """A recompute and a cache step of a small canvas, so that the first request finds the kernels loaded."""
+    """Passes of few and many rows, of one request and of four, so that the first requests find the kernels loaded.
+
+    Raises ValueError if not even a canvas of 16 fits.
+    """
+    engine.admit(_warm_up_job(engine, "0", 16))
+    _step_and_remove(engine, ["0"])
+    longest = min(engine.model.shape.max_positions, engine.config.kv_budget_tokens)
+    for num_requests, canvas_tokens in _WARM_UP_LOADS:
+        jobs = [_warm_up_job(engine, str(number), min(canvas_tokens, longest)) for number in range(num_requests)]
+        held = []
+        for job in jobs:
+            if engine.refusal(job) is None:
+                engine.admit(job)
+                held.append(job.request_id)
+        _step_and_remove(engine, held)
+
+
+def _warm_up_job(engine: Engine, request_id: str, canvas_tokens: int) -> Job:
     shape = engine.model.shape
     token_id = next(i for i in range(shape.vocab_size) if i != shape.mask_id)
-    engine.admit(
-        Job(
-            request_id="warm-up",
-            prompt_ids=[token_id] * 8,
-            max_tokens=8,
-            block_size=8,
-            choice=FixedSchedule(8),
-            ignore_eos=True,
-        )
+    return Job(
+        request_id=request_id,
+        prompt_ids=[token_id] * (canvas_tokens - 8),
+        max_tokens=8,
+        block_size=8,
+        choice=FixedSchedule(8),
+        ignore_eos=True,
     )
-    for _ in range(2):
+
+
+def _step_and_remove(engine: Engine, request_ids: list[str]) -> None:
+    """A recompute step and some cache steps of these, which are all that is held."""
+    for _ in range(_WARM_UP_STEPS if request_ids else 0):
         engine.step()
-    engine.remove("warm-up")
+    for request_id in request_ids:
+        engine.remove(request_id)
 
 
 def describe(engine: Engine, profile: Profile, *, instance_id: str, node_id: str, drain_limit_s: float) -> Instance:

@@ -1,12 +1,14 @@
 """From a profile to an engine, and what the profiler writes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from services.costs import load_latency
-from services.denoiser.instance import build_engine, choose_device, describe
+from services.denoiser.engine import Engine, StepResult
+from services.denoiser.instance import build_engine, choose_device, describe, warm_up
 from services.denoiser.profiler import plan_loads, profile_latency
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
@@ -49,6 +51,45 @@ def test_an_engine_of_the_profiles_sizes_that_holds_nothing_yet(folder: Path) ->
     assert (instance.kv_tokens, instance.max_canvas_tokens, instance.vocab_size) == (600, 128, 64)
     assert instance.eos_ids == frozenset(random_model.EOS_IDS)
     assert instance.mask_id == random_model.MASK_ID
+
+
+def passes_of_warm_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int, int]]:
+    """Kind, requests and rows of its passes; all must ride in each."""
+    seen = set()
+
+    def step(real: Callable[[], StepResult] = engine.step) -> StepResult:
+        result = real()
+        (kind,) = {request.kind for request in result.requests}
+        assert len(result.requests) == engine.num_running
+        seen.add((kind, len(result.requests), result.tokens_in_pass))
+        return result
+
+    monkeypatch.setattr(engine, "step", step)
+    warm_up(engine)
+    return seen
+
+
+def test_the_first_passes_are_of_few_and_many_rows_and_of_several_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(make_profile(folder))
+    seen = passes_of_warm_up(engine, monkeypatch)
+    longest = engine.model.shape.max_positions
+    assert {("recompute", 1, longest), ("cache", 1, 8), ("recompute", 4, 256), ("cache", 4, 32)} <= seen
+    assert (engine.num_running, engine.free_kv_tokens) == (0, 600)
+
+
+def test_the_first_passes_are_as_large_as_a_small_pool_allows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(make_profile(folder, kv_tokens=130))
+    seen = passes_of_warm_up(engine, monkeypatch)
+    assert seen == {
+        ("recompute", 1, 16),
+        ("cache", 1, 8),
+        ("recompute", 1, 130),
+        ("recompute", 2, 128),
+        ("cache", 2, 16),
+    }
+    assert engine.free_kv_tokens == 130
 
 
 def test_an_unnamed_pool_takes_what_the_requests_can_need(folder: Path) -> None:
