@@ -183,11 +183,14 @@ class Bus:
         """Calls `handler` each time after a lost connection has been re-made."""
         self._on_reconnected.append(handler)
 
-    async def close(self) -> None:
-        """Delivers what is buffered and handled, within 5 s, then closes. Raises nothing of what may go wrong."""
+    async def close(self, drain: bool = True) -> None:
+        """Delivers what is buffered and handled, within 5 s, then closes. Raises nothing of what may go wrong.
+
+        Without `drain`, at once: for a process whose word no longer counts, or whose server does not answer.
+        """
         try:
-            async with asyncio.timeout(5):
-                await self._client.drain()
+            async with asyncio.timeout(5 if drain else 0.5):
+                await (self._client.drain() if drain else self._client.close())
         except asyncio.CancelledError:
             # nats-py cancels its reading task while both wait for one future, which then is cancelled for us too
             task = asyncio.current_task()

@@ -2,7 +2,8 @@
 
 1. SIGTERM or SIGINT sets `stopping`; the service drains and returns. A second signal ends the process at once.
 2. A background task that fails ends the process with exit code 1: its supervisor starts a clean one.
-3. Exit codes: 0 asked to stop, 1 failed, 2 wrong configuration, 3 the scheduler's lease was lost.
+3. Exit codes: 0 asked to stop, 1 failed, 2 wrong configuration, 3 the scheduler's lease was lost. In the last case
+   nothing buffered is delivered: another one acts by now.
 """
 
 import asyncio
@@ -125,12 +126,14 @@ async def _run(
         return 1
     runtime = Runtime(name, bus)
     _handle_signals(runtime)
+    drain = True
     try:
         await bus.ensure_streams()
         await serve(runtime)
         return 0
     except Stop as stop:
         logger.error("stopping: %s", stop)
+        drain = False
         return stop.exit_code
     except ConfigError as error:
         logger.error("%s", error)
@@ -143,7 +146,7 @@ async def _run(
         return 1
     finally:
         await runtime.cancel_tasks()
-        await bus.close()
+        await bus.close(drain)
 
 
 def _handle_signals(runtime: Runtime) -> None:

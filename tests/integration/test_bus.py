@@ -1,7 +1,9 @@
 """The bus, the lease and the writing of records on a real nats-server, which is killed where it hurts."""
 
 import asyncio
+import gc
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -514,3 +516,22 @@ async def test_why_a_stream_cannot_be_made_is_said_once(
         "stream REQUESTS cannot be made: replicas > 1 not supported in non-clustered mode"
     ]
     await bus.close()
+
+
+async def test_closing_at_once_does_not_wait_for_a_server_that_stands_still(nats_server: NatsServer) -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    bus = await Bus.connect(NatsSettings(url=nats_server.url), "test")
+    await bus.ensure_streams()
+    await bus.subscribe("status.gateway.*", m.GatewayStatus, lambda _: None)
+    await follow_requests(bus, Heard())
+    assert nats_server.process is not None
+    nats_server.process.send_signal(signal.SIGSTOP)
+    await bus.publish(subjects.gateway_status("gw"), m.GatewayStatus(gateway_id="gw", sent_at=1.0))
+    started = time.monotonic()
+    await bus.close(drain=False)
+    assert time.monotonic() - started < 2
+    assert not bus.connected
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == [], "what was never retrieved is told to the loop"
