@@ -25,7 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, ge
 
 from contracts.messages import ProgressRecord
 from services.bus import Stored, new_trace_parent, trace_parent
-from services.gateway.answers import DONE, PING, Answer, event, extra_of, failure, usage
+from services.gateway.answers import DONE, PING, PREFIXES, Answer, event, extra_of, failure, usage
 from services.gateway.config import GatewayConfig
 from services.gateway.openai_api import Api, ApiError, Arrival, Call, Facts, Kind
 from services.gateway.policy import CallState, ClientGone, Command, EndCall, EndChoice, FailCall, SendText, is_answer
@@ -79,6 +79,7 @@ class Gateway:
             call = await asyncio.to_thread(self.api.read, kind, raw, arrival)
         else:
             call = self.api.read(kind, raw, arrival)
+        request.scope["state"]["call"] = PREFIXES[kind] + call_id
         sent_parent = request.headers.get("traceparent", "")
         trace_parent.set(sent_parent if _TRACE_PARENT.fullmatch(sent_parent) else new_trace_parent())
         live = await (self.service.open(call) if key is None else self.service.attach(call))
@@ -181,6 +182,7 @@ class CallResponse:
         try:
             await (self._stream(send) if self._call.stream else self._whole(send))
         finally:
+            scope["state"]["client_left"] = self._gone
             watcher.cancel()
             self._service.client_left(self._live)
 
@@ -351,6 +353,7 @@ class _Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == ScopeType.WEBSOCKET:
             return await self._app(scope, receive, send)
+        state = scope.setdefault("state", {})  # what the app tells of the call, for the log
         # HEAD is answered as GET is; uvicorn leaves out the body, as it looks at the scope that it made
         inner: Any = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         headers = dict(scope["headers"])
@@ -380,8 +383,18 @@ class _Front:
             HTTP_REQUESTS.labels(route, status or "none").inc()
             HTTP_S.labels(route).observe(seconds)
             level = logging.INFO if route in _CALL_ROUTES else logging.DEBUG
-            logger.log(level, "%s %s %d in %.0f ms, id %s", scope["method"], route, status, seconds * 1000, request_id)
+            outcome = _outcome(status, state.get("client_left", False))
+            told = f", call {state['call']}" if "call" in state else ""
+            line = "%s %s %s after %.0f ms, id %s%s"
+            logger.log(level, line, scope["method"], route, outcome, seconds * 1000, request_id, told)
         return None
+
+
+def _outcome(status: int, client_left: bool) -> str:
+    """How a request ended, for the log. Status 0: nothing was answered."""
+    if client_left or status == 0:
+        return f"{status}, client left" if status else "client left"
+    return str(status)
 
 
 _STREAM_HEADERS = {

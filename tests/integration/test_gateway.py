@@ -437,6 +437,24 @@ async def test_who_hangs_up_cancels_streamed_or_not(rig: Rig) -> None:
     assert not rig.gateway.service._open
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_the_log_tells_who_left_and_the_calls_id(
+    rig: Rig, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, streamed: bool
+) -> None:
+    caplog.set_level(logging.INFO, "services.gateway.http")
+    response = await client.post(rig.url + "/v1/chat/completions", json={**CHAT, "stream": streamed})
+    answer = events_of(response.text)[0] if streamed else response.json()
+    says(rig, "hello", forever=True)
+    await hang_up(rig, streamed=streamed)
+    await until(lambda: len(caplog.messages) == 2)
+    first, second = caplog.messages
+    assert re.fullmatch(rf"POST /v1/chat/completions 200 after \d+ ms, id [0-9a-f]{{32}}, call {answer['id']}", first)
+    left = list(rig.cluster.seen)[-1]
+    outcome = "200, client left" if streamed else "client left"
+    assert second.startswith(f"POST /v1/chat/completions {outcome} after ")
+    assert second.endswith(f", call chatcmpl-{left}")
+
+
 async def time_to_cancel_ms(rig: Rig, *, streamed: bool) -> float:
     known = set(rig.cluster.seen)
     await hang_up(rig, streamed=streamed)
@@ -518,9 +536,7 @@ async def test_what_is_no_http_gets_the_envelope(rig: Rig) -> None:
         b"GET /nowhere HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade, close\r\n\r\n",
     ],
 )
-async def test_a_clients_fault_is_no_warning(
-    rig: Rig, caplog: pytest.LogCaptureFixture, request_bytes: bytes
-) -> None:
+async def test_a_clients_fault_is_no_warning(rig: Rig, caplog: pytest.LogCaptureFixture, request_bytes: bytes) -> None:
     caplog.set_level(logging.DEBUG, "services.gateway")
     reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
     writer.write(request_bytes)
