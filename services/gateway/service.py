@@ -332,7 +332,8 @@ class GatewayService:
                 ) from None
             except BusTimeout as error:
                 if time.monotonic() >= give_up_at:
-                    logger.warning("a call is answered 503: %s", error)
+                    logger.warning("a call is answered 503: NATS does not answer")
+                    logger.debug("NATS does not answer: %s", error)
                     raise ApiError(
                         503,
                         "The server cannot reach its message bus. Try again later.",

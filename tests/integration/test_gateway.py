@@ -346,13 +346,14 @@ async def test_a_gateway_takes_no_more_calls_than_it_bears(start: StartRig, clie
 
 
 async def test_without_nats_it_is_503_and_live_but_not_ready(
-    start: StartRig, client: httpx.AsyncClient, nats_server: NatsServer
+    start: StartRig, client: httpx.AsyncClient, nats_server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = await start(admit_limit_s=0.5)
     nats_server.kill()
     response = await client.post(rig.url + "/v1/chat/completions", json=CHAT)
     assert check_error(response, 503)["code"] == "bus_unavailable"
     assert response.headers["retry-after"]
+    assert "a call is answered 503: NATS does not answer" in caplog.messages
     assert (await client.get(rig.url + "/health/live")).status_code == 200
     check_error(await client.get(rig.url + "/health/ready"), 503)
     check_error(await client.get(rig.url + "/v1/results/" + "0" * 32), 503)
