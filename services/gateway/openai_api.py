@@ -454,10 +454,21 @@ def _parse(raw: bytes) -> dict[str, Any]:
     try:
         content = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"The request's body is not valid JSON: {error}.") from None
+        raise ApiError(400, f"The request's body is not valid JSON: {_fault(error, raw)}.") from None
     if not isinstance(content, dict):
         raise ApiError(400, "The request's body must be a JSON object.")
     return content
+
+
+_LONE_SURROGATE = re.compile(rb"(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}[^\\]")
+
+
+def _fault(error: Exception, raw: bytes) -> str:
+    """What is wrong with the JSON. msgspec takes half a surrogate pair near the end for a text that was cut."""
+    told = str(error)
+    if "surrogate" in told or ("truncated" in told and _LONE_SURROGATE.search(raw)):
+        return "a string holds an invalid Unicode escape, half of a surrogate pair"
+    return told
 
 
 B = TypeVar("B", bound=Body)
@@ -474,7 +485,7 @@ def _convert(content: dict[str, Any], wanted: type[B]) -> B:
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?$", re.DOTALL)
-_WRONG = re.compile(r"(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+_WRONG = re.compile(r"(.*?)(?:, got `(.*?)`)?(?: - at `\$\.?(.*)`)?$", re.DOTALL)
 
 
 def _explain(problem: str, content: dict[str, Any]) -> ApiError:
@@ -489,11 +500,29 @@ def _explain(problem: str, content: dict[str, Any]) -> ApiError:
         return ApiError(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
     match = _WRONG.match(problem)
     assert match is not None
-    path = match[2] or ""
-    got = content.get(path, UNSET)
-    shown = f", but got {_show(got)}" if isinstance(got, (int, float, str, bool)) else ""
-    expected = match[1][:1].lower() + match[1][1:]
-    return ApiError(400, f"Invalid '{path}': {expected}{shown}.", param=path or None, code="invalid_value")
+    path = match[3] or ""
+    value = content.get(path)
+    got = _show(value) if isinstance(value, (int, float, str, bool)) else match[2] and _plain(match[2])
+    expected = _QUOTED.sub(lambda quoted: _plain(quoted[1]), match[1][:1].lower() + match[1][1:])
+    but = f", but got {got}" if got else ""
+    return ApiError(400, f"Invalid '{path}': {expected}{but}.", param=path or None, code="invalid_value")
+
+
+_QUOTED = re.compile("`(.*?)`")
+_PLAIN = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+}
+
+
+def _plain(types: str) -> str:
+    """msgspec's `str | array | null` in words. That a field may be null is not told: it may as well be left out."""
+    names = [name for name in types.split(" | ") if name != "null"]
+    return " or ".join(_PLAIN.get(name, name) for name in names) or "null"
 
 
 def _show(value: object) -> str:

@@ -170,8 +170,12 @@ def test_what_would_change_a_completion_is_refused_by_name(api: Api, field: dict
     [
         ({"max_tokens": -5}, "max_tokens", ">= 1, but got -5"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
-        ({"max_tokens": "9"}, "max_tokens", "int"),
-        ({"max_tokens": 1.5}, "max_tokens", "1.5"),
+        ({"max_tokens": "9"}, "max_tokens", "Invalid 'max_tokens': expected an integer, but got \"9\"."),
+        ({"max_tokens": 1.5}, "max_tokens", "expected an integer, but got 1.5."),
+        ({"max_tokens": [1]}, "max_tokens", "expected an integer, but got an array."),
+        ({"stream": "x"}, "stream", "expected a boolean, but got \"x\"."),
+        ({"stop": 5}, "stop", "expected a string or an array, but got 5."),
+        ({"model": None}, "model", "expected a string, but got null."),
         ({"max_tokens": 10, "max_completion_tokens": 11}, "max_tokens", "contradict"),
         ({"max_tokens": 129}, "max_tokens", "128"),
         ({"temperature": 2.1}, "temperature", "2.1"),
@@ -181,7 +185,7 @@ def test_what_would_change_a_completion_is_refused_by_name(api: Api, field: dict
         ({"seed": 2**63}, "seed", str(2**63)),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "4"),
         ({"stop": ""}, "stop", "1 to"),
-        ({"stop": ["a", 1]}, "stop[1]", "str"),
+        ({"stop": ["a", 1]}, "stop[1]", "expected a string, but got an integer."),
         ({"service_tier": "scale"}, "service_tier", "scale"),
         ({"threshold": 1.5}, "threshold", "1.5"),
         ({"slo_ms": 0}, "slo_ms", "0"),
@@ -249,10 +253,20 @@ def test_what_is_no_json_object_is_refused(api: Api, raw: bytes) -> None:
     assert refusal(api, "chat", raw).status == 400
 
 
+@pytest.mark.parametrize("lone", [r"\ud800", r"\\\ud800", r"\udc00x", r"\ud800\u0041", r"\uDBFFabcdefgh"])
+def test_half_of_a_surrogate_pair_is_named(api: Api, lone: str) -> None:
+    assert "invalid Unicode escape" in refusal(api, "chat", f'{{"model":"{lone}"}}'.encode()).message
+
+
+@pytest.mark.parametrize("cut", [r"a", r"\ud83d\ude00", r"\\ud800", r"\ud83d"])
+def test_a_text_that_is_cut_is_called_so(api: Api, cut: str) -> None:
+    assert "truncated" in refusal(api, "chat", f'{{"model":"{cut}'.encode()).message
+
+
 def test_the_envelope_is_openais(api: Api) -> None:
     assert refusal(api, "chat", {**HELLO, "n": 0}).envelope == {
         "error": {
-            "message": "Invalid 'n': expected `int` >= 1, but got 0.",
+            "message": "Invalid 'n': expected an integer >= 1, but got 0.",
             "type": "invalid_request_error",
             "param": "n",
             "code": "invalid_value",
