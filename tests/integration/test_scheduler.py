@@ -338,6 +338,34 @@ async def test_what_it_does_is_in_its_metrics(stage: Stage) -> None:
     )
 
 
+async def test_a_clock_is_warned_about_and_late_messages_are_not(stage: Stage) -> None:
+    scheduler = stage.scheduler()
+
+    async def say(instance_id: str, ages_s: list[float]) -> None:
+        for age_s in ages_s:
+            status = m.InstanceStatus(
+                instance_id=instance_id,
+                node_id="node",
+                model="test-model",
+                tp_degree=1,
+                sent_at=time.time() - age_s,
+                max_requests=1,
+                kv_tokens=1000,
+                epoch=0,
+                draining=False,
+                held=[],
+            )
+            await stage.bus.publish(subjects.instance_status(instance_id), status)
+
+    async def warned() -> bool:
+        await say("late", [0.3, 0.02, -0.06, -0.14, -0.22])  # one is on time, even where all take 0.2 s
+        await say("slow", [0.3])
+        return "clock of slow differs by -" in scheduler.log
+
+    await until(warned)
+    assert "clock of late" not in scheduler.log
+
+
 async def test_a_wrong_setting_is_refused_with_its_name(stage: Stage) -> None:
     scheduler = stage.scheduler(ageing_s=-1)
     assert await scheduler.exit_code() == 2
