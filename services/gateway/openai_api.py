@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta
+from msgspec import Meta
 
 from contracts.messages import GenerateRequest
 from services.gateway.text import Message, TemplateError, TextCodec
@@ -280,12 +280,14 @@ class Api:
     def _chat(self, body: ChatBody, content: dict[str, Any], arrival: Arrival) -> Call:
         self._check_common(body)
         if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
+            raise ApiError(
+                400, "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_value"
+            )
         messages = [_message(message, index) for index, message in enumerate(body.messages)]
         try:
             prompt = self._codec.encode_chat(messages)
         except TemplateError as error:
-            raise ApiError(400, f"Invalid 'messages': {error}.", param="messages") from None
+            raise ApiError(400, f"Invalid 'messages': {error}.", param="messages", code="invalid_value") from None
         max_tokens, name = body.max_tokens, "max_tokens"
         if body.max_completion_tokens is not None:
             if max_tokens not in (None, body.max_completion_tokens):
@@ -294,6 +296,7 @@ class Api:
                     f"'max_tokens' ({max_tokens}) and 'max_completion_tokens' ({body.max_completion_tokens}) "
                     "contradict each other: give one of them.",
                     param="max_tokens",
+                    code="invalid_value",
                 )
             max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
         alternatives = body.top_logprobs or 0
@@ -325,7 +328,12 @@ class Api:
                 )
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+            raise ApiError(
+                400,
+                "'stream_options' is only allowed when 'stream' is true.",
+                param="stream_options",
+                code="invalid_value",
+            )
 
     def _check_alternatives(self, body: CommonBody, wanted: int, name: str) -> None:
         temperature = self._temperature(body)
@@ -350,10 +358,14 @@ class Api:
                     400,
                     f"Invalid 'prompt': token {token} is not in the vocabulary, which has {self._vocab_size} tokens.",
                     param="prompt",
+                    code="invalid_value",
                 )
             if token == self._mask_id:
                 raise ApiError(
-                    400, f"Invalid 'prompt': token {token} is the mask, which the model fills in.", param="prompt"
+                    400,
+                    f"Invalid 'prompt': token {token} is the mask, which the model fills in.",
+                    param="prompt",
+                    code="invalid_value",
                 )
         return prompt
 
@@ -375,6 +387,7 @@ class Api:
                 400,
                 f"This call asks for {len(prompts)} prompts x {n} choices; one call may have {self._max_choices}.",
                 param="n" if n > 1 else "prompt",
+                code="invalid_value",
             )
         tier = _tier(body.service_tier)
         facts = Facts(
@@ -421,7 +434,9 @@ class Api:
         limits, block = self._profile.limits, self._profile.decoding.block_size
         prompt_name = "messages" if kind == "chat" else "prompt"
         if prompt_tokens == 0:
-            raise ApiError(400, "The prompt is empty: give at least one token of text.", param=prompt_name)
+            raise ApiError(
+                400, "The prompt is empty: give at least one token of text.", param=prompt_name, code="invalid_value"
+            )
         if prompt_tokens > self._profile.max_prompt_tokens:
             raise ApiError(
                 400,
@@ -438,6 +453,7 @@ class Api:
                 400,
                 f"'{name}' is {wanted}; this model writes at most {limits.max_output_tokens} tokens in one answer.",
                 param=name,
+                code="invalid_value",
             )
         if wanted > room:
             raise ApiError(
@@ -557,7 +573,12 @@ def _content(message: ChatMessage, where: str) -> str:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
-        raise ApiError(400, f"Missing required parameter: '{where}.content'.", param=f"{where}.content")
+        raise ApiError(
+            400,
+            f"Missing required parameter: '{where}.content'.",
+            param=f"{where}.content",
+            code="missing_required_parameter",
+        )
     texts = []
     for index, part in enumerate(message.content):
         if part.type != "text" or part.text is None:
@@ -580,7 +601,12 @@ def _prompts(prompt: Any, most: int) -> list[str] | list[list[int]]:
         if all(type(item) is int for item in prompt):
             return [prompt]
         if len(prompt) > most:
-            raise ApiError(400, f"'prompt' holds {len(prompt)} prompts; one call may have {most}.", param="prompt")
+            raise ApiError(
+                400,
+                f"'prompt' holds {len(prompt)} prompts; one call may have {most}.",
+                param="prompt",
+                code="invalid_value",
+            )
         if all(isinstance(item, str) for item in prompt):
             return prompt
         if all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt):
@@ -596,7 +622,12 @@ def _prompts(prompt: Any, most: int) -> list[str] | list[list[int]]:
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
-        raise ApiError(400, f"'stop' holds {len(stops)} strings; at most {MAX_STOPS} are allowed.", param="stop")
+        raise ApiError(
+            400,
+            f"'stop' holds {len(stops)} strings; at most {MAX_STOPS} are allowed.",
+            param="stop",
+            code="invalid_value",
+        )
     for text in stops:
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
             raise ApiError(

@@ -212,6 +212,7 @@ def test_wrong_values_are_named(api: Api, fields: dict[str, Any], param: str, wo
     error = refusal(api, "chat", {**HELLO, **fields})
     assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
     assert words in error.message
+    assert error.code  # what names a field is of a kind
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,19 @@ def test_wrong_values_are_named(api: Api, fields: dict[str, Any], param: str, wo
     [None, [], {}, 5, [[]], [["a"]], ["a", 1], [1, "a"], [[1], 2], [True], [[1.5]], "", [-1], [10**9], [MASK_ID]],
 )
 def test_prompts_that_are_none_are_refused(api: Api, prompt: Any) -> None:
-    assert refusal(api, "text", {**ABC, "prompt": prompt}).param == "prompt"
+    error = refusal(api, "text", {**ABC, "prompt": prompt})
+    assert (error.param, error.code) == ("prompt", "invalid_value")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 129}, {"n": 5}, {"n": 0}, {"messages": []}, {"stop": list("abcde")}, {"top_logprobs": 1},
+        {"stream_options": {}}, {"max_tokens": 10, "max_completion_tokens": 11},
+    ],
+)  # fmt: skip
+def test_values_out_of_range_have_one_code(api: Api, fields: dict[str, Any]) -> None:
+    assert refusal(api, "chat", {**HELLO, **fields}).code == "invalid_value"
 
 
 def test_an_unknown_model_is_a_bad_request(api: Api) -> None:
