@@ -59,7 +59,8 @@ class Stack:
         with self.console.open("ab") as console:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console, env=plain_environment())
         give_up_at = time.monotonic() + limit_s
-        while not self.status().get("ready"):
+        # a stack that was killed leaves its status behind, so the file must be this one's
+        while not ((status := self.status()).get("ready") and status["pid"] == self.process.pid):
             assert self.process.poll() is None, f"the stack has ended:\n{self.console.read_text()}"
             assert time.monotonic() < give_up_at, f"the stack is not ready:\n{self.console.read_text()}"
             time.sleep(0.05)
