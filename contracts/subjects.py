@@ -97,7 +97,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel("req.*", m.GenerateRequest, "stream", ("gateway",), ("scheduler",)),
     Channel("prog.*.*", m.ProgressRecord, "stream", ("gateway", "scheduler", "worker"), ("gateway", "scheduler")),
     Channel("inst.*.assign", m.Assign, "request", ("scheduler",), ("worker",)),
-    Channel("inst.*.release", m.Release, "request", ("scheduler",), ("worker",)),
+    Channel("inst.*.release", m.Release, "request", (), ("worker",)),
     Channel("inst.*.thresholds", m.Thresholds, "publish", (), ("worker",)),
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
     Channel("sched.drain", m.DrainNotice, "request", ("worker",), ("scheduler",)),
