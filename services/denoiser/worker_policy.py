@@ -22,8 +22,9 @@ Draining:
 9. Nothing new is taken. The scheduler is asked each `ASK_AGAIN_S` until it agrees; then every run is released at its
    block's end. With nothing held, or at the limit, the worker exits.
 Latency ratio:
-10. Measured over profiled step latency, the median of the last passes; passes older than `RATIO_S` do not count, and 1
-   is said unless enough are left. A few cold passes would else keep all work away, and so the passes that correct them.
+10. Measured over profiled step latency, the median of the passes of the last `RATIO_S`, or of the last few where passes
+   are slow; all are forgotten after a pause of `RATIO_S`. 1 is said while they are too few and too short: a few cold
+   passes would else keep all work away, and so the passes that correct them.
 """
 
 from collections import deque
@@ -67,7 +68,9 @@ ENDED_S = 10.0  # how long an ended run answers for late repeats of its assignme
 ASK_AGAIN_S = 1.0
 _MAX_EARLY = 10_000  # thresholds kept; more are somebody's mistake
 RATIO_S = 10.0
-RATIO_MIN_PASSES = 32
+RATIO_MIN_PASSES = 32  # that say something, however short they are
+RATIO_MIN_SLOW_PASSES = 8  # if together they took RATIO_MIN_TIME_S
+RATIO_MIN_TIME_S = 1.0
 _RATIO_PASSES = 64
 
 
@@ -82,6 +85,12 @@ class _Ended(NamedTuple):
     forget: float
 
 
+class _TimedPass(NamedTuple):
+    ended: float
+    seconds: float
+    ratio: float  # measured over profiled
+
+
 class WorkerPolicy:
     """The worker's decisions. One caller: `handle` an event, carry the commands out in order."""
 
@@ -90,7 +99,7 @@ class WorkerPolicy:
         self.epoch = 0  # the highest seen
         self.draining = False
         self._latency = latency
-        self._ratios: deque[tuple[float, float]] = deque(maxlen=_RATIO_PASSES)  # (when, measured over profiled)
+        self._timed: deque[_TimedPass] = deque(maxlen=_RATIO_PASSES)
         self._runs: dict[str, Run] = {}  # by run id
         self._run_of: dict[str, str] = {}  # request id -> run id: one run a request
         self._runs_begun = 0
@@ -147,9 +156,11 @@ class WorkerPolicy:
     @property
     def latency_ratio(self) -> float:
         """Measured over profiled step latency, kept between 0.5 and 4; 1 while too few passes are known (rule 10)."""
-        if len(self._ratios) < RATIO_MIN_PASSES:
+        if len(self._timed) < RATIO_MIN_PASSES and (
+            len(self._timed) < RATIO_MIN_SLOW_PASSES or sum(timed.seconds for timed in self._timed) < RATIO_MIN_TIME_S
+        ):
             return 1.0
-        return min(4.0, max(0.5, median(ratio for _, ratio in self._ratios)))
+        return min(4.0, max(0.5, median(timed.ratio for timed in self._timed)))
 
     def status(self, wall: float) -> m.InstanceStatus:
         """How the instance is; `wall`: its own clock."""
@@ -374,16 +385,19 @@ class WorkerPolicy:
         return []
 
     def _note_pass(self, timed: PassTimed, now: float) -> list[WorkerCommand]:
-        self._expire_ratios(now)
+        self._forget_passes(now - timed.seconds)
         if self._latency is not None:
             profiled = self._latency.step_ms(self.instance.tp_degree, timed.recompute_tokens, timed.cache_tokens)
             if profiled > 0:
-                self._ratios.append((now, 1e3 * timed.seconds / profiled))
+                self._timed.append(_TimedPass(now, timed.seconds, 1e3 * timed.seconds / profiled))
         return []
 
-    def _expire_ratios(self, now: float) -> None:
-        while self._ratios and now - self._ratios[0][0] >= RATIO_S:
-            self._ratios.popleft()
+    def _forget_passes(self, idle_until: float) -> None:
+        """All before a pause, and else those that are too old, as long as a few are left (rule 10)."""
+        if self._timed and idle_until - self._timed[-1].ended >= RATIO_S:
+            self._timed.clear()
+        while len(self._timed) > RATIO_MIN_SLOW_PASSES and idle_until - self._timed[0].ended >= RATIO_S:
+            self._timed.popleft()
 
     def _fail(self, run_id: str, reason: m.Reason, now: float) -> list[WorkerCommand]:
         run = self._runs.get(run_id)
@@ -444,7 +458,8 @@ class WorkerPolicy:
 
     def _look_at_clock(self, now: float) -> list[WorkerCommand]:
         commands: list[WorkerCommand] = []
-        self._expire_ratios(now)
+        if self.num_running == 0:  # else a pass is under way, however long it takes
+            self._forget_passes(now)
         for run in list(self._runs.values()):
             commands += self._look_at_expiry(run, now)
         self._ended = {key: ended for key, ended in self._ended.items() if now < ended.forget}

@@ -621,12 +621,13 @@ def timed(policy: WorkerPolicy, num_passes: int, *, seconds: float, now: float =
         policy.handle(PassTimed(recompute_tokens=0, cache_tokens=32, seconds=seconds), now)
 
 
+def latency_of_cache_passes(ms: float) -> LatencyProfile:
+    return LatencyProfile({(1, "recompute"): Curve.through([(100, 2 * ms)]), (1, "cache"): Curve.through([(32, ms)])})
+
+
 @pytest.fixture
 def measuring() -> WorkerPolicy:
-    latency = LatencyProfile(
-        {(1, "recompute"): Curve.through([(100, 20.0)]), (1, "cache"): Curve.through([(32, 10.0)])}
-    )
-    return WorkerPolicy(make_instance(), latency)
+    return WorkerPolicy(make_instance(), latency_of_cache_passes(10.0))
 
 
 def test_the_latency_ratio_is_the_median_of_measured_over_profiled(measuring: WorkerPolicy) -> None:
@@ -641,10 +642,29 @@ def test_the_latency_ratio_is_the_median_of_measured_over_profiled(measuring: Wo
 
 
 def test_a_few_passes_say_nothing_of_the_latency_ratio(measuring: WorkerPolicy) -> None:
-    timed(measuring, 31, seconds=0.04)
+    timed(measuring, 31, seconds=0.03)
     assert measuring.latency_ratio == 1.0
-    timed(measuring, 1, seconds=0.04)
-    assert measuring.latency_ratio == pytest.approx(4.0)
+    timed(measuring, 1, seconds=0.03)
+    assert measuring.latency_ratio == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("seconds", [0.13, 2.0, 20.0])
+def test_a_few_slow_passes_tell_the_latency_ratio(seconds: float) -> None:
+    policy = WorkerPolicy(make_instance(), latency_of_cache_passes(1e3 * seconds / 1.5))
+    policy.handle(make_assigned(make_request(expires_at=WALL + 1e4)), 0.0)
+    now = 0.0
+    for number in range(1, 41):
+        now += seconds
+        policy.handle(Tick(), now - seconds / 2)  # a pass is under way
+        timed(policy, 1, seconds=seconds, now=now)
+        assert policy.latency_ratio == pytest.approx(1.0 if number < 8 else 1.5), number
+
+
+def test_only_the_passes_of_the_last_seconds_count() -> None:
+    policy = WorkerPolicy(make_instance(), latency_of_cache_passes(1000.0))
+    for number in range(40):
+        timed(policy, 1, seconds=0.9 if number < 29 else 0.8, now=number)
+    assert policy.latency_ratio == pytest.approx(0.8)
 
 
 def test_an_idle_worker_forgets_its_latency_ratio(measuring: WorkerPolicy) -> None:
@@ -657,7 +677,7 @@ def test_an_idle_worker_forgets_its_latency_ratio(measuring: WorkerPolicy) -> No
 
 def test_passes_before_a_pause_do_not_count_after_it(measuring: WorkerPolicy) -> None:
     timed(measuring, 40, seconds=0.04, now=5.0)
-    timed(measuring, 1, seconds=0.04, now=15.0)
+    timed(measuring, 1, seconds=0.04, now=15.05)
     assert measuring.latency_ratio == 1.0
-    timed(measuring, 31, seconds=0.01, now=15.0)
+    timed(measuring, 31, seconds=0.01, now=15.1)
     assert measuring.latency_ratio == pytest.approx(1.0)
