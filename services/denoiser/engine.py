@@ -7,13 +7,18 @@ How a request is decoded:
    cache "none" every step is a recompute step.
 2. Eligible are the masked positions of the current block below `max_tokens` and, unless `ignore_eos`, before the first
    EOS in the block. Only their logits are computed, and the sampler chooses among them.
-3. A block is done when nothing in it is eligible, however many steps that takes. The request is finished when that
+3. Where a model is shifted (Dream), row p - 1 predicts position p, and row 0 position 0 too. The rows of a cache step
+   start with the block, so none of them predicts the block's first position: the recompute step before them commits
+   that one position, however sure it is, and no other. With cache "none" all rows are there and nothing is special.
+4. A block is done when nothing in it is eligible, however many steps that takes. The request is finished when that
    block holds EOS ("eos") or is the last one ("length"). A finished request keeps its slots until it is removed.
 One step (`Engine.step`): choose the riders, pack their rows, forward, score, choose, commit.
 
-In float32 a request's tokens do not depend on which others ride along, as long as no decision is closer than 1e-4.
+In float32 a request's tokens do not depend on which others ride along, nor on how many ranks share the model, as long
+as no decision is closer than 1e-4. Several ranks run an engine each, which must be told the same in the same order.
 
-Shapes: R requests of a pass, T rows, M eligible rows, V vocabulary, d width.
+Shapes: T rows of a pass, M rows that predict an eligible position, E eligible positions of one request, V token ids of
+this rank, d width.
 """
 
 import time
@@ -28,30 +33,38 @@ from torch import Tensor
 from services.denoiser.attention import PackedAttention
 from services.denoiser.batching import BatchLimits, Candidate, StepKind, choose_riders
 from services.denoiser.kv_pool import KVPool
-from services.denoiser.models.base import Batch, Model
+from services.denoiser.models.base import Batch, Model, ModelShape
 from services.denoiser.sampler import (
     BoolArray,
+    Budget,
     ChoiceRule,
+    EntropySchedule,
     Factor,
     FixedSchedule,
     FloatArray,
     IntArray,
     Noise,
     Threshold,
+    budget,
+    choose_by_budget,
     choose_by_factor,
     choose_by_quota,
     choose_by_threshold,
+    negative_entropy,
     noise_keys,
     quota,
     score,
+    share_of_time,
 )
 
 __all__ = [
+    "Budget",
     "CacheMode",
     "ChoiceRule",
     "Commits",
     "Engine",
     "EngineConfig",
+    "EntropySchedule",
     "Factor",
     "FixedSchedule",
     "Job",
@@ -180,7 +193,7 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens, max_recompute_tokens=config.max_recompute_tokens
         )
         self._layout: _Layout | None = None
-        self._rows_per_score = max(1, config.max_logits_bytes // (4 * shape.vocab_size))
+        self._rows_per_score = max(1, config.max_logits_bytes * model.ranks.size // (4 * shape.vocab_size))
         self._eos_ids = frozenset(shape.eos_ids)
 
     # --- what is held ---
@@ -226,7 +239,7 @@ class Engine:
         if refusal := self.refusal(job):
             raise ValueError(f"{refusal.reason}: {refusal.text}")
         self.pool.allocate(job.request_id, job.canvas_tokens)
-        self._running[job.request_id] = _Running(job, self._arrivals, self.model.shape.mask_id, self._eos_ids)
+        self._running[job.request_id] = _Running(job, self._arrivals, self.model.shape)
         self._arrivals += 1
 
     def set_threshold(self, request_id: str, value: float) -> None:
@@ -277,7 +290,7 @@ class Engine:
         timer = _ForwardTimer(self.model.device)
         hidden_Md = self.model.hidden(batch)
         timer.stop()
-        token_M, confidence_M = self._score(hidden_Md, self._noise(riders))
+        token_M, confidence_M = self._score(hidden_Md, self._noise(riders), _by_entropy(riders))
         steps = self._commit(riders, token_M, confidence_M)
         committed = time.perf_counter()
         forward_s = timer.seconds()
@@ -302,17 +315,17 @@ class Engine:
 
     def _pack(self, riders: "Sequence[_Running]") -> Batch:
         layout = self._layout_of(riders)
-        eligible = [r.eligible + (start - r.window[0]) for r, start in zip(riders, layout.row_starts, strict=True)]
+        wanted = [r.wanted_rows + start for r, start in zip(riders, layout.row_starts, strict=True)]
         # One copy to the device for all that changes from step to step.
-        packed = np.concatenate([r.ids[slice(*r.window)] for r in riders] + eligible)
-        token_ids_T, eligible_M = self._to_device(packed).tensor_split([layout.num_rows])
+        packed = np.concatenate([r.ids[slice(*r.window)] for r in riders] + wanted)
+        token_ids_T, wanted_M = self._to_device(packed).tensor_split([layout.num_rows])
         return Batch(
             token_ids_T=token_ids_T,
             slots_T=layout.slots_T,
             rotary_T=layout.rotary_T,
             row_counts=layout.row_counts,
-            eligible_M=eligible_M,
-            eligible_counts=[len(rows) for rows in eligible],
+            wanted_M=wanted_M,
+            wanted_counts=[len(rows) for rows in wanted],
             attention=layout.attention,
         )
 
@@ -327,7 +340,7 @@ class Engine:
                 key=key,
                 row_counts=[len(p) for p in positions],
                 slots_T=self._to_device(slots),
-                rotary_T=self.model.rotary(self._to_device(np.concatenate(positions))),
+                rotary_T=self.model.rotary([r.window for r in riders]),
                 attention=PackedAttention(self.pool, [r.job.request_id for r in riders]),
             )
         return self._layout
@@ -336,24 +349,35 @@ class Engine:
         hot = np.array([r.job.temperature > 0.0 for r in riders])
         if not hot.any():
             return None
-        counts = [len(r.eligible) for r in riders]
+        counts = [len(r.asked) for r in riders]
         hot_M = np.repeat(hot, counts)
         keys = noise_keys(
             np.repeat(np.array([r.seed for r in riders], dtype=np.int64), counts)[hot_M],
-            np.concatenate([r.eligible for r in riders])[hot_M],
+            np.concatenate([r.asked for r in riders])[hot_M],
             np.repeat(np.array([r.step_in_block for r in riders]), counts)[hot_M],
         )
         temperature = np.repeat(np.array([r.job.temperature for r in riders], dtype=np.float64), counts)[hot_M]
         return Noise(rows=np.flatnonzero(hot_M), keys=keys, temperature=temperature)
 
-    def _score(self, hidden_Md: Tensor, noise: Noise | None) -> tuple[IntArray, FloatArray]:
-        """Token and confidence of each eligible row, on the host: the one read-back of a step."""
+    def _score(
+        self, hidden_Md: Tensor, noise: Noise | None, by_entropy_M: BoolArray | None
+    ) -> tuple[IntArray, FloatArray]:
+        """Token and confidence of each wanted row, on the host: the one read-back of a step."""
+        mask_id, first_id, ranks = self.model.shape.mask_id, self.model.first_token_id, self.model.ranks
         parts = []
         for first in range(0, len(hidden_Md), self._rows_per_score):
             last = first + self._rows_per_score
             logits_MV = self.model.logits(hidden_Md[first:last])
-            scores = score(logits_MV, self.model.shape.mask_id, noise and noise.between(first, last))
-            parts.append(torch.stack([scores[0].double(), scores[1].double()]))  # an id is exact in float64
+            entropy_M = None
+            if by_entropy_M is not None:
+                entropy_M = negative_entropy(logits_MV.clone(), mask_id, first_id=first_id, ranks=ranks)
+                by_entropy = self._to_device(by_entropy_M[first:last])
+            token_M, confidence_M = score(
+                logits_MV, mask_id, noise and noise.between(first, last), first_id=first_id, ranks=ranks
+            )
+            if entropy_M is not None:
+                confidence_M = entropy_M.where(by_entropy, confidence_M)
+            parts.append(torch.stack([token_M.double(), confidence_M.double()]))  # an id is exact in float64
         token_M, confidence_M = torch.cat(parts, dim=1).cpu().numpy()
         return token_M.astype(np.int64), confidence_M
 
@@ -361,25 +385,25 @@ class Engine:
         steps = []
         first = 0
         for rider in riders:
-            last = first + len(rider.eligible)
+            last = first + len(rider.asked)
             steps.append(rider.commit(token_M[first:last], confidence_M[first:last]))
             first = last
         return steps
 
-    def _to_device(self, array: IntArray) -> Tensor:
+    def _to_device(self, array: IntArray | BoolArray) -> Tensor:
         return torch.from_numpy(array).to(self.model.device, non_blocking=True)
 
 
 class _Running:
     """A held request: its canvas, and where it stands. Positions are absolute, from the prompt's first token."""
 
-    def __init__(self, job: Job, arrival_no: int, mask_id: int, eos_ids: frozenset[int]) -> None:
-        self.job, self.arrival_no = job, arrival_no
+    def __init__(self, job: Job, arrival_no: int, shape: ModelShape) -> None:
+        self.job, self.arrival_no, self.shifted = job, arrival_no, shape.shifted
         self.rule = job.choice
         self.seed = (job.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # any integer, folded into 64 bits
-        self.eos_ids = frozenset() if job.ignore_eos else eos_ids
+        self.eos_ids = frozenset(() if job.ignore_eos else shape.eos_ids)
         self.prompt_tokens = len(job.prompt_ids)
-        self.ids: IntArray = np.full(job.canvas_tokens, mask_id, dtype=np.int64)
+        self.ids: IntArray = np.full(job.canvas_tokens, shape.mask_id, dtype=np.int64)
         self.ids[: self.prompt_tokens] = job.prompt_ids
         self.ids[self.prompt_tokens :][: len(job.committed_ids)] = job.committed_ids
         self.confidences: FloatArray = np.zeros(job.canvas_tokens - self.prompt_tokens)
@@ -399,6 +423,23 @@ class _Running:
         self.first_eos: int | None = None  # position of the first EOS in this block
         self.window = (0, job.canvas_tokens)
         self.kind: StepKind = "recompute"
+        self.settles_first = self.shifted and job.cache != "none"  # this step commits the block's first position alone
+
+    @property
+    def asked(self) -> IntArray:
+        """Positions among which the next step chooses."""
+        return self.eligible[:1] if self.settles_first else self.eligible
+
+    @property
+    def wanted_rows(self) -> IntArray:
+        """Rows of the window that predict them."""
+        rows = np.maximum(self.asked - 1, 0) if self.shifted else self.asked
+        return rows - self.window[0]
+
+    @property
+    def by_entropy(self) -> bool:
+        """Whether the next step's confidences are negative entropies."""
+        return isinstance(self.rule, EntropySchedule) and not self.settles_first
 
     def candidate(self) -> Candidate:
         """The next step, as batching sees it."""
@@ -410,14 +451,14 @@ class _Running:
     def commit(self, token_E: IntArray, confidence_E: FloatArray) -> RequestStep:
         """Choose among the eligible positions, given their scores, and move on to the next step."""
         chosen = self._choose(confidence_E)
-        positions = self.eligible[chosen]
+        positions = self.asked[chosen]
         self.ids[positions] = token_E[chosen]
         self.confidences[positions - self.prompt_tokens] = confidence_E[chosen]
         commits = Commits(
             (positions - self.prompt_tokens).tolist(), token_E[chosen].tolist(), confidence_E[chosen].tolist()
         )
         block_index, step_in_block, kind, (start, end) = self.block_index, self.step_in_block, self.kind, self.window
-        self.eligible = self.eligible[~chosen]
+        self.eligible = self.eligible[1:] if self.settles_first else self.eligible[~chosen]
         self._look_for_eos(commits)
         block_done = len(self.eligible) == 0
         if block_done:
@@ -437,6 +478,8 @@ class _Running:
         )
 
     def _choose(self, confidence_E: FloatArray) -> BoolArray:
+        if self.settles_first:
+            return np.ones(1, dtype=np.bool_)
         match self.rule:
             case Threshold(value):
                 return choose_by_threshold(confidence_E, value)
@@ -444,6 +487,13 @@ class _Running:
                 return choose_by_factor(confidence_E, value)
             case FixedSchedule(steps):
                 count = quota(self.masks_at_start, steps // self.job.num_blocks, self.step_in_block)
+                return choose_by_quota(confidence_E, count)
+            case Budget(value, steps):
+                due = budget(self.masks_at_start, steps // self.job.num_blocks, self.step_in_block)
+                committed = self.masks_at_start - len(self.eligible)
+                return choose_by_budget(confidence_E, value, max(1, due - committed))
+            case EntropySchedule(steps):
+                count = share_of_time(len(self.eligible), steps // self.job.num_blocks, self.step_in_block)
                 return choose_by_quota(confidence_E, count)
 
     def _look_for_eos(self, commits: Commits) -> None:
@@ -457,6 +507,7 @@ class _Running:
     def _next_step(self) -> None:
         job = self.job
         self.step_in_block += 1
+        self.settles_first = False
         if job.cache != "none":
             self.kind = "cache"
             end = self.block_start + job.block_size if job.cache == "dual" else job.canvas_tokens
@@ -491,6 +542,13 @@ class _Running:
             threshold=self._threshold,
             finished=self.finished,
         )
+
+
+def _by_entropy(riders: Sequence[_Running]) -> BoolArray | None:
+    """Of which wanted rows the confidence is a negative entropy; None where of none."""
+    if not any(rider.by_entropy for rider in riders):
+        return None
+    return np.repeat([rider.by_entropy for rider in riders], [len(rider.asked) for rider in riders])
 
 
 class _Layout:
@@ -556,11 +614,11 @@ def _mistake(job: Job, *, vocab_size: int, mask_id: int, eos_ids: frozenset[int]
 
 def _rule_mistake(job: Job) -> str | None:
     match job.choice:
-        case Threshold(value) if not 0.0 <= value <= 1.0:
+        case Threshold(value) | Budget(value) if not 0.0 <= value <= 1.0:
             return f"threshold = {value} is not between 0 and 1"
         case Factor(value) if not 0.0 <= value < float("inf"):
             return f"factor = {value} is not a finite number from 0 up"
-        case FixedSchedule(steps) if steps < 1 or steps % job.num_blocks:
+        case FixedSchedule(steps) | EntropySchedule(steps) | Budget(_, steps) if steps < 1 or steps % job.num_blocks:
             return f"steps = {steps} is not a multiple of the {job.num_blocks} blocks"
     return None
 

@@ -66,11 +66,3 @@ class Group:
     def close(self) -> None:
         """Leave the group. The others' next collective raises."""
         dist.destroy_process_group()
-
-
-def share_of(total: int, ranks: Ranks, what: str) -> slice:
-    """This rank's part of `total` things that divide evenly. Raises ValueError, naming `what`, where they do not."""
-    if total % ranks.size:
-        raise ValueError(f"{what} = {total} cannot be split over {ranks.size} ranks (tensor parallelism)")
-    part = total // ranks.size
-    return slice(ranks.rank * part, (ranks.rank + 1) * part)

@@ -1,18 +1,22 @@
 """From logits to the tokens that a step commits.
 
-Scores, on the device, for the eligible rows alone:
+Scores, on the device, for the rows alone that predict an eligible position:
 1. the mask token's logit is minus infinity (a predicted mask would stay masked for ever);
 2. the token is argmax(logits - T ln(-ln u)), the plain argmax at temperature 0; ties: the lowest id;
 3. u is a pure function of (seed, position, step in block, token id): neither batch nor layout nor a move changes it;
 4. the confidence is the token's softmax probability under the logits without noise or temperature.
+Of several ranks each scores its own share of the vocabulary; then a few numbers a token are exchanged, never logits.
 Choice, on the host, for one request at a time, from confidences by ascending position:
 5. Threshold commits all that reach it, and always the most confident one;
 6. Factor commits ranks 1 to k - 1, where k is the first rank whose confidence is below 1 - factor / (k + 1); the first
    rank always passes, and if only the last fails, it is committed too;
 7. FixedSchedule commits the step's quota, the most confident first.
+Two more are there to compare with Dream's reference, whose uncached decoding knows no blocks:
+8. Budget is Threshold among the most confident that the steps so far would have committed in a fixed schedule;
+9. EntropySchedule commits a share of the masks, the surest first, by the negative entropy of their distributions.
 Ties: the lowest position. A committed position is final.
 
-Shapes: M eligible rows of all requests in a pass, V vocabulary.
+Shapes: M rows of all requests in a pass, V token ids (of this rank), R ranks.
 """
 
 from typing import TypeAlias
@@ -23,9 +27,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.denoiser.parallel import Alone, Ranks
+
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+ALONE = Alone()
+_LAST_TIME = 1e-3  # of an entropy schedule
 
 
 class Threshold(msgspec.Struct, frozen=True, tag=True):
@@ -46,12 +55,38 @@ class FixedSchedule(msgspec.Struct, frozen=True, tag=True):
     steps: int
 
 
-ChoiceRule: TypeAlias = Threshold | Factor | FixedSchedule
+class Budget(msgspec.Struct, frozen=True, tag=True):
+    """A threshold (0 to 1) that commits no more than was due in a fixed schedule of so many steps."""
+
+    value: float
+    steps: int
+
+
+class EntropySchedule(msgspec.Struct, frozen=True, tag=True):
+    """Time runs evenly from 1 to almost 0 in so many steps, and each commits its share of what is still masked."""
+
+    steps: int
+
+
+ChoiceRule: TypeAlias = Threshold | Factor | FixedSchedule | Budget | EntropySchedule
 
 
 def quota(num_masks: int, steps_per_block: int, step: int) -> int:
     """Tokens that step `step` of a block commits, of the `num_masks` it starts with."""
     return num_masks // steps_per_block + (step < num_masks % steps_per_block)
+
+
+def budget(num_masks: int, steps_per_block: int, step: int) -> int:
+    """Tokens that a block of `num_masks` may have committed by the end of step `step`."""
+    return num_masks * min(step + 1, steps_per_block) // steps_per_block
+
+
+def share_of_time(num_masked: int, steps_per_block: int, step: int) -> int:
+    """Tokens that step `step` commits of those still masked, in float32 as in the reference; the last step all."""
+    if step >= steps_per_block - 1:
+        return num_masked
+    time = torch.linspace(1.0, _LAST_TIME, steps_per_block + 1)
+    return int(num_masked * (1.0 - time[step + 1] / time[step]))
 
 
 def choose_by_threshold(confidence: FloatArray, threshold: float) -> BoolArray:
@@ -69,6 +104,11 @@ def choose_by_factor(confidence: FloatArray, factor: float) -> BoolArray:
     fails[0] = False
     fails[-1] = False  # the last rank never holds itself back: if it is the first to fail, all are committed
     return _the_first(order, int(fails.argmax()) if fails.any() else len(order))
+
+
+def choose_by_budget(confidence: FloatArray, threshold: float, count: int) -> BoolArray:
+    """Which of the `count` most confident positions reach the threshold, and in any case the most confident."""
+    return choose_by_threshold(confidence, threshold) & choose_by_quota(confidence, count)
 
 
 def choose_by_quota(confidence: FloatArray, count: int) -> BoolArray:
@@ -98,26 +138,75 @@ class Noise(msgspec.Struct, frozen=True):
 
 
 @torch.inference_mode()
-def score(logits_MV: Tensor, mask_id: int, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
-    """Token [M] int64 and its confidence [M] float32 for each row; overwrites the logits."""
-    logits_MV = logits_MV.float()
-    logits_MV[:, mask_id] = -torch.inf
+def score(
+    logits_MV: Tensor, mask_id: int, noise: Noise | None = None, *, first_id: int = 0, ranks: Ranks = ALONE
+) -> tuple[Tensor, Tensor]:
+    """Token [M] int64 and its confidence [M] for each row; overwrites the logits, which are of ids from `first_id` on.
+
+    Every rank gets the same bits.
+    """
+    logits_MV = _without_mask(logits_MV, mask_id - first_id)
     best_M, token_M = logits_MV.max(-1)
-    if noise is None:
-        return token_M, logits_MV.sub_(best_M.unsqueeze(-1)).exp_().sum(-1).reciprocal()
+    value_M, logit_M = best_M, best_M  # of the token: what decides between ranks, and what its confidence comes from
+    if noise is not None:
+        value_M = best_M.double()
+        _sample(logits_MV, noise, first_id, token_M, value_M)
+        logit_M = logits_MV.gather(-1, token_M.unsqueeze(-1)).squeeze(-1)
+    # exp(l - logsumexp) in one pass: the largest term of the sum is 1, so it can neither overflow nor vanish
+    total_M = logits_MV.sub_(best_M.unsqueeze(-1)).exp_().sum(-1)
+    if ranks.size > 1:
+        numbers = [best_M, total_M, token_M + first_id] + ([value_M, logit_M] if noise is not None else [])
+        best_M, total_M, token_M, logit_M = _merge(ranks.all_gather(torch.stack([x.double() for x in numbers])))
+    return token_M, total_M.reciprocal() if noise is None else (logit_M - best_M).exp() / total_M
+
+
+def _without_mask(logits_MV: Tensor, mask_column: int) -> Tensor:
+    logits_MV = logits_MV.float()
+    if 0 <= mask_column < logits_MV.shape[-1]:  # or it is another rank's
+        logits_MV[:, mask_column] = -torch.inf
+    return logits_MV
+
+
+def _sample(logits_MV: Tensor, noise: Noise, first_id: int, token_M: Tensor, value_M: Tensor) -> None:
+    """Overwrites token and value of the noisy rows."""
     device = logits_MV.device
     rows, keys = torch.from_numpy(noise.rows).to(device), torch.from_numpy(noise.keys).to(device)
     temperature = torch.from_numpy(noise.temperature).to(device)
-    token_M[rows] = gumbel_argmax(logits_MV[rows], uniforms(keys, logits_MV.shape[-1]), temperature)
-    # exp(l - logsumexp) in one pass: the largest term of the sum is 1, so it can neither overflow nor vanish
+    uniform_MV = uniforms(keys, logits_MV.shape[-1], first_id)
+    value_M[rows], token_M[rows] = gumbel_max(logits_MV[rows], uniform_MV, temperature)
+
+
+def _merge(numbers_RNM: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Best logit, sum of exp(l - best), token and its logit over the whole vocabulary, from every rank's own."""
+    best_RM, total_RM, token_RM, *noisy = numbers_RNM.unbind(1)
+    value_RM, logit_RM = noisy or (best_RM, best_RM)
+    best_M = best_RM.amax(0)
+    total_M = total_RM.mul((best_RM - best_M).exp()).sum(0)
+    winner_1M = value_RM.argmax(0, keepdim=True)  # the first of equals has the lower ids
+    return best_M, total_M, token_RM.gather(0, winner_1M)[0].long(), logit_RM.gather(0, winner_1M)[0]
+
+
+@torch.inference_mode()
+def negative_entropy(logits_MV: Tensor, mask_id: int, *, first_id: int = 0, ranks: Ranks = ALONE) -> Tensor:
+    """Sum of p ln p of each row [M]: 0 where it is sure of a token, less where it is not. Overwrites the logits."""
+    logits_MV = _without_mask(logits_MV, mask_id - first_id)
+    best_M = logits_MV.amax(-1)
     weight_MV = logits_MV.sub_(best_M.unsqueeze(-1)).exp_()
-    return token_M, weight_MV.gather(-1, token_M.unsqueeze(-1)).squeeze(-1) / weight_MV.sum(-1)
+    mine_3M = torch.stack([best_M, weight_MV.sum(-1), torch.xlogy(weight_MV, weight_MV).sum(-1)]).double()
+    best_RM, total_RM, sum_RM = ranks.all_gather(mine_3M).unbind(1)
+    drop_RM = best_RM - best_RM.amax(0)  # a rank's sums are relative to its own best
+    total_M = total_RM.mul(drop_RM.exp()).sum(0)
+    return sum_RM.add(drop_RM * total_RM).mul(drop_RM.exp()).sum(0) / total_M - total_M.log()
 
 
-def gumbel_argmax(logits_MV: Tensor, uniform_MV: Tensor, temperature_M: Tensor) -> Tensor:
-    """Sampled token of each row [M], given uniform numbers in (0, 1); float64 as in the reference."""
+def gumbel_max(logits_MV: Tensor, uniform_MV: Tensor, temperature_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest noisy logit of each row and its index, both [M], given uniform numbers in (0, 1).
+
+    float64 as in the reference.
+    """
     noise_MV = uniform_MV.log().neg_().log_().mul_(temperature_M.unsqueeze(-1))
-    return (logits_MV.double() - noise_MV).argmax(-1)
+    value_M, index_M = (logits_MV.double() - noise_MV).max(-1)
+    return value_M, index_M
 
 
 # SplitMix64: a counter, times an odd constant, through a mixer whose every output bit depends on every input bit.

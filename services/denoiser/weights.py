@@ -1,13 +1,13 @@
 """Reads tensors out of a Hugging Face folder, each checked against the shape that the model expects.
 
-Files are memory mapped: a tensor is read when it is taken, straight to its place, in its final dtype. This is also the
-seam for tensor parallelism: a rank would take its rows or columns here and read nothing else.
+Files are memory mapped: a rank reads the rows or columns that are its share and nothing else, when they are taken,
+straight to their place, in their final dtype.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -17,9 +17,28 @@ from torch import Tensor
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors call them
+_ALL = slice(None)
+_LFS_POINTER = b"version https://git-lfs"
+
+
+class Part(NamedTuple):
+    """One rank's part of a tensor: some of its rows, or some of its columns."""
+
+    name: str
+    whole_shape: tuple[int, ...]
+    rows: slice = _ALL
+    columns: slice = _ALL
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        slices = (self.rows, self.columns)
+        return tuple(len(range(*part.indices(size))) for part, size in zip(slices, self.whole_shape, strict=False))
+
 
 class Weights:
-    """The tensors of a checkpoint, sharded or not."""
+    """The tensors of a checkpoint, sharded or not. Raises ValueError, naming the file, where one cannot be read."""
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
@@ -33,40 +52,53 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor. Raises ValueError if it is missing or has another shape."""
-        return self.stack({name: shape})
+    def check(self, parts: Iterable[Part]) -> None:
+        """Raises ValueError if a tensor is missing, has another shape than expected or is quantised."""
+        parts = list(parts)
+        if missing := [part.name for part in parts if part.name not in self._file_of]:
+            others = f" and {len(missing) - 1} more" if missing[1:] else ""
+            raise ValueError(f"{self.folder}: tensor {missing[0]} is missing{others}")
+        for part in parts:
+            tensor = self._slice(part.name)
+            found = tuple(tensor.get_shape())
+            if found != part.whole_shape:
+                raise ValueError(
+                    f"{self.folder}: tensor {part.name} has shape {list(found)}, "
+                    f"config.json says {list(part.whole_shape)}"
+                )
+            if (dtype := tensor.get_dtype()) not in _PLAIN_DTYPES:
+                raise ValueError(
+                    f"{self.folder}: tensor {part.name} is {dtype}; quantised checkpoints are not supported, "
+                    f"only {', '.join(_PLAIN_DTYPES)}"
+                )
 
-    def stack(self, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-        """Several tensors as one, along their first dimension; views of one buffer, so nothing is held twice."""
-        num_rows = sum(shape[0] for shape in shapes.values())
-        tail = next(iter(shapes.values()))[1:]
-        fused = torch.empty((num_rows, *tail), dtype=self.dtype, device=self.device)
+    def stack(self, parts: Sequence[Part]) -> Tensor:
+        """Parts that passed `check` as one tensor, along their first dimension: nothing is held twice."""
+        num_rows = sum(part.shape[0] for part in parts)
+        fused = torch.empty((num_rows, *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
         row = 0
-        for name, shape in shapes.items():
-            fused[row : row + shape[0]].copy_(self._read(name, shape))
-            row += shape[0]
+        for part in parts:
+            end = row + part.shape[0]
+            slices = (part.rows, part.columns)[: len(part.whole_shape)]
+            fused[row:end].copy_(self._slice(part.name)[slices])
+            row = end
         return fused
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._file_of:
-            raise ValueError(f"{self.folder}: tensor {name} is missing")
-        handle = self._handles[self._file_of[name]]
-        found = tuple(handle.get_slice(name).get_shape())
-        if found != shape:
-            raise ValueError(f"{self.folder}: tensor {name} has shape {list(found)}, config.json says {list(shape)}")
-        tensor: Tensor = handle.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise ValueError(f"{self.folder}: tensor {name} is {tensor.dtype}; quantised checkpoints are not supported")
-        return tensor
+    def _slice(self, name: str) -> Any:
+        return self._handles[self._file_of[name]].get_slice(name)
 
     def _open(self, path: Path) -> Any:
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         try:
+            with path.open("rb") as file:
+                if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                    raise ValueError(f"{path} is a Git LFS pointer, not the weights: fetch them with `git lfs pull`")
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
-            raise ValueError(f"{path} is no safetensors file: {error}") from error
+            raise ValueError(f"{path} is no safetensors file, or only a part of one: {error}") from error
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _names(handle: Any) -> list[str]:

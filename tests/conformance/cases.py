@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from services.denoiser.engine import (
+    Budget,
     ChoiceRule,
     Engine,
     EngineConfig,
+    EntropySchedule,
     Factor,
     FixedSchedule,
     Job,
@@ -33,6 +35,7 @@ class Inputs(msgspec.Struct, kw_only=True):
     """inputs.json, as far as we use it."""
 
     case: str
+    family: str
     model: str
     prompt_ids: list[int]
     gen_length: int
@@ -78,11 +81,29 @@ class Case:
     @property
     def rule(self) -> ChoiceRule:
         """The choice rule of the case."""
-        if self.inputs.factor is not None:
-            return Factor(self.inputs.factor)
-        if self.inputs.threshold is not None:
-            return Threshold(self.inputs.threshold)
-        return FixedSchedule(self.inputs.steps)
+        inputs = self.inputs
+        if inputs.algorithm == "entropy":
+            return EntropySchedule(inputs.steps)
+        if inputs.factor is not None:
+            return Factor(inputs.factor)
+        if inputs.threshold is None:
+            return FixedSchedule(inputs.steps)
+        return Budget(inputs.threshold, inputs.steps) if self.without_blocks else Threshold(inputs.threshold)
+
+    @property
+    def shifted(self) -> bool:
+        """Row p of the logits predicts position p + 1."""
+        return self.inputs.family == "dream"
+
+    @property
+    def without_blocks(self) -> bool:
+        """Dream's reference without a cache: the output area is one block, whatever `block_length` says."""
+        return self.shifted and self.inputs.cache_mode == "none"
+
+    @property
+    def block_size(self) -> int:
+        """Output tokens of a block, as the engine is told."""
+        return self.inputs.gen_length if self.without_blocks else self.inputs.block_length
 
     def job(self) -> Job:
         """The case as a request."""
@@ -92,7 +113,7 @@ class Case:
                 "request_id": inputs.case,
                 "prompt_ids": inputs.prompt_ids,
                 "max_tokens": inputs.gen_length,
-                "block_size": inputs.block_length,
+                "block_size": self.block_size,
                 "cache": inputs.cache_mode,
                 "choice": self.rule,
                 "ignore_eos": True,
@@ -142,13 +163,13 @@ class RecordingModel:
     def __init__(self, model: Model) -> None:
         self._model = model
         self.shape, self.device, self.dtype = model.shape, model.device, model.dtype
-        self.rotary = model.rotary
+        self.rotary, self.ranks, self.first_token_id = model.rotary, model.ranks, model.first_token_id
         self.logits_of_last_pass: list[torch.Tensor] = []
         self.counts: list[int] = []
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         self.logits_of_last_pass.clear()
-        self.counts = list(batch.eligible_counts)
+        self.counts = list(batch.wanted_counts)
         return self._model.hidden(batch)
 
     def logits(self, hidden_Md: torch.Tensor) -> torch.Tensor:

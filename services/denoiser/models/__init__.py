@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from services.denoiser.models.base import Batch, Model, ModelShape
-from services.denoiser.models.llada import LladaModel
-from services.denoiser.weights import Weights
+from services.denoiser.models.dream import dream_spec
+from services.denoiser.models.llada import llada_spec
+from services.denoiser.models.spec import DecoderSpec
 
-Builder: TypeAlias = Callable[[str, dict[str, Any], Weights], Model]
+# From the architecture's name, config.json and generation_config.json (empty where there is none).
+SpecReader: TypeAlias = Callable[[str, dict[str, Any], dict[str, Any]], DecoderSpec]
 
-ARCHITECTURES: dict[str, Builder] = {"LLaDAModelLM": LladaModel}
+ARCHITECTURES: dict[str, SpecReader] = {"LLaDAModelLM": llada_spec, "DreamModel": dream_spec}
 
-__all__ = ["ARCHITECTURES", "Batch", "Builder", "Model", "ModelShape"]
+__all__ = ["ARCHITECTURES", "Batch", "Model", "ModelShape", "SpecReader"]

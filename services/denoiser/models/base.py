@@ -1,6 +1,7 @@
 """What the engine asks of a model, and what a model gets for one forward pass.
 
-Shapes: T rows of the pass, M of them eligible (whose logits are wanted), V vocabulary, d width.
+Shapes: T rows of the pass, M of them wanted (whose logits are asked for), V tokens of this rank's share of the
+vocabulary, d width.
 """
 # ruff: noqa: N815 -- tensor names end in their shape
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.denoiser.attention import PackedAttention
+from services.denoiser.parallel import Ranks
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,12 +22,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     vocab_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_heads: int  # on this rank
+    num_kv_heads: int  # on this rank
     head_dim: int
     max_positions: int  # longest canvas
     mask_id: int
     eos_ids: tuple[int, ...]
+    shifted: bool = False  # row p predicts position p + 1 instead of p
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,25 +36,30 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids_T: Tensor  # int64
     slots_T: Tensor  # int64, where each row's K/V go in the pool
-    rotary_T: Tensor  # the model's own `rotary(positions)`
+    rotary_T: Tensor  # the model's own `rotary(windows)`
     row_counts: Sequence[int]  # rows of each request; they add up to T
-    eligible_M: Tensor  # int64, which of the T rows are wanted, ascending
-    eligible_counts: Sequence[int]  # of each request; they add up to M
+    wanted_M: Tensor  # int64, which of the T rows predict an eligible position, ascending
+    wanted_counts: Sequence[int]  # of each request; they add up to M
     attention: PackedAttention
 
 
 class Model(Protocol):
-    """A loaded model on one device."""
+    """A loaded model on one device, or one rank's share of it: every rank is asked for the same at the same time."""
 
     shape: ModelShape
     device: torch.device
     dtype: torch.dtype
+    ranks: Ranks
+    first_token_id: int  # of this rank's share of the vocabulary
 
-    def rotary(self, positions_T: Tensor) -> Tensor:
-        """What rotates queries and keys at these positions, as the model likes it; may be kept from pass to pass."""
+    def rotary(self, windows: Sequence[tuple[int, int]]) -> Tensor:
+        """What rotates queries and keys at the positions of these windows [start, end), one after the other.
+
+        As the model likes it, T of them; may be kept from pass to pass.
+        """
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Final hidden states [M, d] of the eligible rows; writes the K/V of all T rows into the pool."""
+        """Final hidden states [M, d] of the wanted rows; writes the K/V of all T rows into the pool."""
 
     def logits(self, hidden_Md: Tensor) -> Tensor:
-        """Logits [M, V], row p predicting position p."""
+        """Logits [M, V] of this rank's share of the vocabulary."""

@@ -1,12 +1,13 @@
 """A model that says what a test tells it to: which token it sees at each position, and how sure it is."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from services.denoiser.models import Batch, ModelShape
+from services.denoiser.parallel import Alone
 
 MASK_ID, EOS_ID, VOCAB = 0, 1, 10
 OTHER_ID = 9  # gets what the scripted token leaves; never the argmax above confidence 0.5
@@ -29,16 +30,17 @@ class ScriptedModel:
             mask_id=MASK_ID,
             eos_ids=(EOS_ID,),
         )
+        self.ranks, self.first_token_id = Alone(), 0
         self.batch: Batch | None = None  # of the last pass
         self.asked: list[int] = []  # positions whose logits the last pass wanted
 
-    def rotary(self, positions_T: Tensor) -> Tensor:
-        return positions_T
+    def rotary(self, windows: Sequence[tuple[int, int]]) -> Tensor:
+        return torch.cat([torch.arange(*window) for window in windows])
 
     def hidden(self, batch: Batch) -> Tensor:
         self.batch = batch
         self.asked = []
-        return batch.rotary_T[batch.eligible_M].unsqueeze(-1)
+        return batch.rotary_T[batch.wanted_M].unsqueeze(-1)
 
     def logits(self, hidden_Md: Tensor) -> Tensor:
         positions = hidden_Md.squeeze(-1).tolist()

@@ -34,10 +34,10 @@ def logits_of(model: Model) -> torch.Tensor:
             Batch(
                 token_ids_T=IDS,
                 slots_T=rows,
-                rotary_T=model.rotary(rows),
+                rotary_T=model.rotary([(0, len(rows))]),
                 row_counts=[len(IDS)],
-                eligible_M=rows[3:],
-                eligible_counts=[3],
+                wanted_M=rows[3:],
+                wanted_counts=[3],
                 attention=PackedAttention(pool, ["canvas"]),
             )
         )
@@ -118,14 +118,14 @@ def test_a_wrong_shape_is_told_with_both_shapes(folder: Path) -> None:
 def test_quantised_weights_are_refused(folder: Path) -> None:
     name = "model.transformer.blocks.0.k_proj.weight"
     change_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(16, 32, dtype=torch.int8)}))
-    with pytest.raises(ValueError, match=f"{name} is torch.int8"):
+    with pytest.raises(ValueError, match=f"{name} is I8; quantised"):
         load_model(folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"\['GPT2LMHeadModel'\], known are \['LLaDAModelLM'"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"\['GPT2LMHeadModel'\], known are \['DreamModel', 'LLaDAModelLM'"),
         ({"architectures": None}, "architectures = None"),
         ({"alibi": True}, "alibi = True is not supported"),
         ({"include_bias": True}, "include_bias = True"),
