@@ -71,6 +71,7 @@ __all__ = [
     "Progress",
     "Refusal",
     "RequestStep",
+    "Scores",
     "StepResult",
     "Threshold",
 ]
@@ -136,6 +137,14 @@ class Commits(msgspec.Struct, frozen=True):
     confidences: list[float]
 
 
+class Scores(msgspec.Struct, frozen=True):
+    """What a step chose from, by ascending position: parallel arrays."""
+
+    positions: IntArray  # in the output area, from 0
+    token_ids: IntArray  # the model's choice for each
+    confidences: FloatArray
+
+
 class RequestStep(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did to one request."""
 
@@ -148,6 +157,7 @@ class RequestStep(msgspec.Struct, frozen=True, kw_only=True):
     commits: Commits
     block_done: bool
     finished: Finish | None
+    scores: Scores | None = None  # of an engine that keeps them
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,8 +186,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 class Engine:
     """Requests that share one model. Not thread-safe: one caller steps, admits and removes in turn."""
 
-    def __init__(self, model: Model, *, config: EngineConfig) -> None:
-        self.model, self.config = model, config
+    def __init__(self, model: Model, *, config: EngineConfig, keep_scores: bool = False) -> None:
+        """With `keep_scores` steps also tell what they did not commit: for recorders."""
+        self.model, self.config, self._keep_scores = model, config, keep_scores
         shape = model.shape
         self.pool = KVPool(
             capacity=config.kv_budget_tokens,
@@ -386,7 +397,7 @@ class Engine:
         first = 0
         for rider in riders:
             last = first + len(rider.asked)
-            steps.append(rider.commit(token_M[first:last], confidence_M[first:last]))
+            steps.append(rider.commit(token_M[first:last], confidence_M[first:last], keep_scores=self._keep_scores))
             first = last
         return steps
 
@@ -448,9 +459,10 @@ class _Running:
             arrival_no=self.arrival_no, kind=self.kind, num_rows=end - start, passes_waited=self.passes_waited
         )
 
-    def commit(self, token_E: IntArray, confidence_E: FloatArray) -> RequestStep:
+    def commit(self, token_E: IntArray, confidence_E: FloatArray, *, keep_scores: bool) -> RequestStep:
         """Choose among the eligible positions, given their scores, and move on to the next step."""
         chosen = self._choose(confidence_E)
+        scores = Scores(self.asked - self.prompt_tokens, token_E, confidence_E) if keep_scores else None
         positions = self.asked[chosen]
         self.ids[positions] = token_E[chosen]
         self.confidences[positions - self.prompt_tokens] = confidence_E[chosen]
@@ -475,6 +487,7 @@ class _Running:
             commits=commits,
             block_done=block_done,
             finished=self.finished,
+            scores=scores,
         )
 
     def _choose(self, confidence_E: FloatArray) -> BoolArray:

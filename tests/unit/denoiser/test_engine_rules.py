@@ -63,6 +63,21 @@ def test_a_step_commits_all_that_reach_the_threshold_or_else_the_surest() -> Non
     assert [step.finished for step in steps] == [None, None, "length"]
 
 
+def test_an_engine_that_keeps_scores_tells_what_each_step_chose_from() -> None:
+    model = ScriptedModel(script((4, SURE), (5, UNSURE), (6, SURE), (7, 0.7)))
+    engine = Engine(model, config=EngineConfig(kv_budget_tokens=64), keep_scores=True)
+    engine.admit(make_job(max_tokens=4))
+    first, second = (step.scores for _ in range(2) for step in engine.step().requests)
+    assert first is not None
+    assert second is not None
+    assert first.positions.tolist() == [0, 1, 2, 3]
+    assert first.token_ids.tolist() == [4, 5, 6, 7]
+    assert first.confidences == pytest.approx([SURE, UNSURE, SURE, 0.7])
+    assert second.positions.tolist() == [1, 3]
+    steps, _ = run_one(model, make_job(max_tokens=4))
+    assert {step.scores for step in steps} == {None}
+
+
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
