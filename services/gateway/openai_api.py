@@ -66,6 +66,10 @@ class ApiError(Exception):
         return headers
 
 
+def _invalid(message: str, param: str | None) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
 # --- bodies -------------------------------------------------------------------------------------------------------
 
 Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
@@ -280,23 +284,19 @@ class Api:
     def _chat(self, body: ChatBody, content: dict[str, Any], arrival: Arrival) -> Call:
         self._check_common(body)
         if body.top_logprobs and not body.logprobs:
-            raise ApiError(
-                400, "'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_value"
-            )
+            raise _invalid("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         messages = [_message(message, index) for index, message in enumerate(body.messages)]
         try:
             prompt = self._codec.encode_chat(messages)
         except TemplateError as error:
-            raise ApiError(400, f"Invalid 'messages': {error}.", param="messages", code="invalid_value") from None
+            raise _invalid(f"Invalid 'messages': {error}.", param="messages") from None
         max_tokens, name = body.max_tokens, "max_tokens"
         if body.max_completion_tokens is not None:
             if max_tokens not in (None, body.max_completion_tokens):
-                raise ApiError(
-                    400,
+                raise _invalid(
                     f"'max_tokens' ({max_tokens}) and 'max_completion_tokens' ({body.max_completion_tokens}) "
                     "contradict each other: give one of them.",
                     param="max_tokens",
-                    code="invalid_value",
                 )
             max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
         alternatives = body.top_logprobs or 0
@@ -328,12 +328,7 @@ class Api:
                 )
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
-            raise ApiError(
-                400,
-                "'stream_options' is only allowed when 'stream' is true.",
-                param="stream_options",
-                code="invalid_value",
-            )
+            raise _invalid("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
 
     def _check_alternatives(self, body: CommonBody, wanted: int, name: str) -> None:
         temperature = self._temperature(body)
@@ -354,18 +349,13 @@ class Api:
             return self._codec.encode_prompt(prompt)
         for token in prompt:
             if not 0 <= token < self._vocab_size:
-                raise ApiError(
-                    400,
+                raise _invalid(
                     f"Invalid 'prompt': token {token} is not in the vocabulary, which has {self._vocab_size} tokens.",
                     param="prompt",
-                    code="invalid_value",
                 )
             if token == self._mask_id:
-                raise ApiError(
-                    400,
-                    f"Invalid 'prompt': token {token} is the mask, which the model fills in.",
-                    param="prompt",
-                    code="invalid_value",
+                raise _invalid(
+                    f"Invalid 'prompt': token {token} is the mask, which the model fills in.", param="prompt"
                 )
         return prompt
 
@@ -383,11 +373,9 @@ class Api:
     ) -> Call:
         profile, n = self._profile, body.n or 1
         if len(prompts) * n > self._max_choices:
-            raise ApiError(
-                400,
+            raise _invalid(
                 f"This call asks for {len(prompts)} prompts x {n} choices; one call may have {self._max_choices}.",
                 param="n" if n > 1 else "prompt",
-                code="invalid_value",
             )
         tier = _tier(body.service_tier)
         facts = Facts(
@@ -434,9 +422,7 @@ class Api:
         limits, block = self._profile.limits, self._profile.decoding.block_size
         prompt_name = "messages" if kind == "chat" else "prompt"
         if prompt_tokens == 0:
-            raise ApiError(
-                400, "The prompt is empty: give at least one token of text.", param=prompt_name, code="invalid_value"
-            )
+            raise _invalid("The prompt is empty: give at least one token of text.", param=prompt_name)
         if prompt_tokens > self._profile.max_prompt_tokens:
             raise ApiError(
                 400,
@@ -449,11 +435,9 @@ class Api:
         if wanted is None:
             return min(self._profile.decoding.max_tokens, room)
         if wanted > limits.max_output_tokens:
-            raise ApiError(
-                400,
+            raise _invalid(
                 f"'{name}' is {wanted}; this model writes at most {limits.max_output_tokens} tokens in one answer.",
                 param=name,
-                code="invalid_value",
             )
         if wanted > room:
             raise ApiError(
@@ -521,7 +505,7 @@ def _explain(problem: str, content: dict[str, Any]) -> ApiError:
     got = _show(value) if isinstance(value, (int, float, str, bool)) else match[2] and _plain(match[2])
     expected = _QUOTED.sub(lambda quoted: _plain(quoted[1]), match[1][:1].lower() + match[1][1:])
     but = f", but got {got}" if got else ""
-    return ApiError(400, f"Invalid '{path}': {expected}{but}.", param=path or None, code="invalid_value")
+    return _invalid(f"Invalid '{path}': {expected}{but}.", param=path or None)
 
 
 _QUOTED = re.compile("`(.*?)`")
@@ -550,12 +534,10 @@ def _message(message: ChatMessage, index: int) -> Message:
     """The message as the chat template takes it. Raises ApiError."""
     where = f"messages[{index}]"
     if message.role not in ("system", "developer", "user", "assistant"):
-        raise ApiError(
-            400,
+        raise _invalid(
             f"Invalid '{where}.role': {_show(message.role)} is not supported by this server; it takes system, "
             "developer, user and assistant.",
             param=f"{where}.role",
-            code="invalid_value",
         )
     for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
         if getattr(message, name):
@@ -601,40 +583,26 @@ def _prompts(prompt: Any, most: int) -> list[str] | list[list[int]]:
         if all(type(item) is int for item in prompt):
             return [prompt]
         if len(prompt) > most:
-            raise ApiError(
-                400,
-                f"'prompt' holds {len(prompt)} prompts; one call may have {most}.",
-                param="prompt",
-                code="invalid_value",
-            )
+            raise _invalid(f"'prompt' holds {len(prompt)} prompts; one call may have {most}.", param="prompt")
         if all(isinstance(item, str) for item in prompt):
             return prompt
         if all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt):
             return prompt
-    raise ApiError(
-        400,
+    raise _invalid(
         "Invalid 'prompt': expected a string, a list of strings, a list of token ids or a list of such lists.",
         param="prompt",
-        code="invalid_value",
     )
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
-        raise ApiError(
-            400,
-            f"'stop' holds {len(stops)} strings; at most {MAX_STOPS} are allowed.",
-            param="stop",
-            code="invalid_value",
-        )
+        raise _invalid(f"'stop' holds {len(stops)} strings; at most {MAX_STOPS} are allowed.", param="stop")
     for text in stops:
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise ApiError(
-                400,
+            raise _invalid(
                 f"Invalid 'stop': each string must have 1 to {MAX_STOP_CHARACTERS} characters, one has {len(text)}.",
                 param="stop",
-                code="invalid_value",
             )
     return stops
 
@@ -644,11 +612,8 @@ def _tier(name: str | None) -> Tier:
         return "default"
     if name in ("flex", "priority"):
         return name  # type: ignore[return-value]  # mypy does not narrow by `in`
-    raise ApiError(
-        400,
-        f"Invalid 'service_tier': {_show(name)} is not one of auto, default, flex, priority.",
-        param="service_tier",
-        code="invalid_value",
+    raise _invalid(
+        f"Invalid 'service_tier': {_show(name)} is not one of auto, default, flex, priority.", param="service_tier"
     )
 
 
