@@ -82,6 +82,20 @@ class GenerateRequest(Message, frozen=True, kw_only=True):
         """Length of prompt and output area, in tokens: what a recompute step passes and what the KV pool holds."""
         return len(self.prompt_ids) + self.num_blocks * self.block_size
 
+    @property
+    def first_record(self) -> "ProgressRecord":
+        """Where it stands before anybody has written a record: nothing yet."""
+        return ProgressRecord(
+            request_id=self.request_id,
+            gateway_id=self.gateway_id,
+            attempt=1,
+            state="running",
+            prompt_tokens=len(self.prompt_ids),
+            created_at=self.created_at,
+            deadline_at=self.deadline_at,
+            fingerprint=self.fingerprint,
+        )
+
 
 class BlockCost(Message, frozen=True, kw_only=True):
     """What one finished block took."""

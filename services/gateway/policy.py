@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec import structs
 
-from contracts.messages import GenerateRequest, ProgressRecord, Reason
+from contracts.messages import ProgressRecord, Reason
 from services.gateway.openai_api import Facts
 from services.gateway.stops import StopScanner
 from services.gateway.text import Detokenizer, TextCodec
@@ -228,20 +228,6 @@ class CallState:
             for index, choice in enumerate(self.choices)
             if choice.is_open
         ]
-
-
-def first_record(request: GenerateRequest) -> ProgressRecord:
-    """What stands of a request of which no record is known: nothing yet."""
-    return ProgressRecord(
-        request_id=request.request_id,
-        gateway_id=request.gateway_id,
-        attempt=1,
-        state="running",
-        prompt_tokens=len(request.prompt_ids),
-        created_at=request.created_at,
-        deadline_at=request.deadline_at,
-        fingerprint=request.fingerprint,
-    )
 
 
 def cancelled_record(base: ProgressRecord, reason: Reason, now: float) -> ProgressRecord:

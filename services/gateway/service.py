@@ -34,7 +34,6 @@ from services.gateway.policy import (
     TimeIsUp,
     WriteCancelled,
     cancelled_record,
-    first_record,
 )
 from services.gateway.text import TextCodec
 from services.profile import Profile
@@ -241,7 +240,7 @@ class GatewayService:
     def _enter(self, call: Call, *, attached: bool) -> LiveCall:
         self.check_open()
         state = CallState(call.facts, self._codec, detached=call.requests[0].detached)
-        live = LiveCall(call.call_id, state, [first_record(r) for r in call.requests], attached=attached)
+        live = LiveCall(call.call_id, state, [r.first_record for r in call.requests], attached=attached)
         self._open.add(live)
         OPEN_CALLS.set(len(self._open))
         self._set_timer(live, call.requests[0].expires_at)
@@ -352,9 +351,9 @@ class GatewayService:
             await self._bus.append(subjects.request(request.request_id), request, after_seq=0)
         except SequenceConflict:
             found = await self.find(request.request_id)
-            return found.message if found is not None else first_record(request)
+            return found.message if found is not None else request.first_record
         REQUESTS_IN.inc()
-        return first_record(request)
+        return request.first_record
 
     async def find(self, request_id: str) -> Stored[ProgressRecord] | None:
         """Where a request of any gateway stands; sequence 0: no record yet. None: there is none. Raises BusTimeout."""
@@ -365,7 +364,7 @@ class GatewayService:
             request = await self._bus.last(subjects.REQUESTS, subjects.request(request_id), GenerateRequest)
         except MalformedMessage:
             return None
-        return None if request is None else Stored(first_record(request.message), 0)
+        return None if request is None else Stored(request.message.first_record, 0)
 
     async def _follow(self, live: LiveCall, index: int, request_id: str) -> None:
         follower = await self._bus.follow(

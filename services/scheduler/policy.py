@@ -301,19 +301,8 @@ class Scheduler:
 
     def _write(self, open_: _Open, state: m.State, reason: WriteReason, attempt: int | None = None) -> None:
         """Writes on top of the last record, keeping what was achieved."""
-        request = open_.request
-        last = open_.record or ProgressRecord(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            attempt=open_.attempt,
-            state="running",
-            prompt_tokens=len(request.prompt_ids),
-            created_at=request.created_at,
-            deadline_at=request.deadline_at,
-            fingerprint=request.fingerprint,
-        )
         record = replace(
-            last,
+            open_.record or open_.request.first_record,
             attempt=attempt or open_.attempt,
             state=state,
             holder="",

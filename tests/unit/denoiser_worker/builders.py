@@ -5,6 +5,8 @@ from typing import Any
 from contracts import messages as m
 from services.denoiser.run import Instance
 from services.denoiser.worker_events import Assigned, Stepped
+from tests import builders
+from tests.builders import MODEL
 
 ME = "node-0-aaaa"
 OTHER = "node-1-bbbb"
@@ -17,7 +19,7 @@ def make_instance(**changes: Any) -> Instance:
         **{
             "instance_id": ME,
             "node_id": "node",
-            "model": "tiny",
+            "model": MODEL,
             "kv_tokens": 100,
             "max_requests": 4,
             "max_canvas_tokens": 60,
@@ -31,21 +33,15 @@ def make_instance(**changes: Any) -> Instance:
 
 def make_request(request_id: str = "r1", **changes: Any) -> m.GenerateRequest:
     """Prompt of 4, two blocks of 4, room for all: a canvas of 12."""
-    return m.GenerateRequest(
-        **{
-            "request_id": request_id,
-            "gateway_id": "gw",
-            "model": "tiny",
-            "prompt_ids": [10, 11, 12, 13],
-            "max_tokens": 8,
-            "block_size": 4,
-            "cache": "dual",
-            "created_at": WALL - 1,
-            "expires_at": WALL + 60,
-            "fingerprint": "print",
-        }
-        | changes
-    )
+    defaults = {
+        "prompt_ids": [10, 11, 12, 13],
+        "max_tokens": 8,
+        "block_size": 4,
+        "created_at": WALL - 1,
+        "expires_at": WALL + 60,
+        "fingerprint": "print",
+    }
+    return builders.make_request(request_id, **(defaults | changes))
 
 
 def make_assigned(
@@ -75,27 +71,18 @@ def make_release(request_id: str = "r1", *, epoch: int = 5, attempt: int = 1) ->
 
 def make_record(request: m.GenerateRequest | None = None, **changes: Any) -> m.ProgressRecord:
     """One block done, released by another instance."""
-    request = request or make_request()
-    cost = m.BlockCost(
-        instance_id=OTHER, tp_degree=1, recompute_steps=1, cache_steps=2, mean_threshold=0.8, seconds=0.5
-    )
-    return m.ProgressRecord(
-        **{
-            "request_id": request.request_id,
-            "gateway_id": request.gateway_id,
-            "attempt": 1,
-            "state": "released",
-            "holder": OTHER,
-            "epoch": 5,
-            "blocks_done": 1,
-            "token_ids": [20, 21, 22, 23],
-            "confidences": [0.5, 0.6, 0.7, 0.8],
-            "blocks": [cost],
-            "moves": 1,
-            "started_at": WALL - 0.5,
-        }
-        | changes
-    )
+    defaults = {
+        "state": "released",
+        "holder": OTHER,
+        "epoch": 5,
+        "blocks_done": 1,
+        "token_ids": [20, 21, 22, 23],
+        "confidences": [0.5, 0.6, 0.7, 0.8],
+        "blocks": [builders.make_cost(instance_id=OTHER, cache_steps=2, seconds=0.5)],
+        "moves": 1,
+        "started_at": WALL - 0.5,
+    }
+    return builders.make_record(request or make_request(), **(defaults | changes))
 
 
 def make_step(run_id: str = "r1.1", **changes: Any) -> Stepped:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.messages import BlockCost, GenerateRequest, ProgressRecord
+from contracts.messages import ProgressRecord
 from services.gateway.openai_api import Facts
 from services.gateway.policy import (
     CallState,
@@ -21,21 +21,19 @@ from services.gateway.policy import (
     TimeIsUp,
     WriteCancelled,
     cancelled_record,
-    first_record,
     summary,
 )
 from services.gateway.text import TextCodec
+from tests import builders
 from tests.unit.gateway.test_stops import first_complete
 
-COST = BlockCost(instance_id="i", tp_degree=1, recompute_steps=1, cache_steps=3, mean_threshold=0.8, seconds=0.1)
+COST = builders.make_cost()
 
 
 def make_record(token_ids: list[int] | None = None, state: str = "running", **more: Any) -> ProgressRecord:
     ids = token_ids or []
-    fields: dict[str, Any] = {"confidences": [0.5] * len(ids), "written_at": 5.0} | more
-    return ProgressRecord(
-        request_id="r", gateway_id="g", attempt=1, state=state, token_ids=ids, **fields  # type: ignore[arg-type]
-    )  # fmt: skip
+    fields: dict[str, Any] = {"state": state, "confidences": [0.5] * len(ids), "written_at": 5.0} | more
+    return builders.make_record(token_ids=ids, **fields)
 
 
 def make_state(codec: TextCodec, *, n: int = 1, stop: tuple[str, ...] = (), detached: bool = False) -> CallState:
@@ -262,11 +260,7 @@ def test_a_call_ends_once_and_says_nothing_after(codec: TextCodec, events: Any, 
 
 
 def test_a_cancelled_record_keeps_what_was_reached() -> None:
-    request = GenerateRequest(
-        request_id="r", gateway_id="g", model="m", prompt_ids=[1, 2], max_tokens=8, block_size=8, cache="dual",
-        created_at=1.0, expires_at=2.0, deadline_at=1.5, fingerprint="f",
-    )  # fmt: skip
-    first = first_record(request)
+    first = builders.make_request(prompt_ids=[1, 2], deadline_at=1.5, fingerprint="f").first_record
     assert (first.prompt_tokens, first.deadline_at, first.fingerprint) == (2, 1.5, "f")
     final = cancelled_record(make_record([7], holder="i"), "client_gone", 4.0)
     assert (final.state, final.reason, final.holder, final.token_ids, final.written_at) == (

@@ -8,10 +8,10 @@ from services.profile import Decoding, EngineSection, Limits, Profile
 from services.scheduler import events as e
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.policy import Scheduler
+from tests import builders
+from tests.builders import BLOCK, MODEL
 
 EPOCH = 7
-BLOCK = 32
-MODEL = "test-model"
 PROFILE = Profile(
     model=MODEL,
     decoding=Decoding(block_size=BLOCK, threshold=0.9, steps_per_block=8.0),
@@ -41,17 +41,7 @@ def make_acting(curve: Curve = LINE, profile: Profile = PROFILE, **config: Any) 
 def make_request(
     request_id: str = "r1", *, tokens: int = 2 * BLOCK, prompt: int = 32, **fields: Any
 ) -> m.GenerateRequest:
-    defaults: dict[str, Any] = {
-        "gateway_id": "gw",
-        "model": MODEL,
-        "prompt_ids": [1] * prompt,
-        "max_tokens": tokens,
-        "block_size": BLOCK,
-        "cache": "dual",
-        "created_at": 1000.0,
-        "expires_at": 1100.0,
-    }
-    return m.GenerateRequest(request_id=request_id, **(defaults | fields))
+    return builders.make_request(request_id, prompt_ids=[1] * prompt, max_tokens=tokens, **fields)
 
 
 def seen(
@@ -69,35 +59,17 @@ def seen(
 def make_record(
     request_id: str = "r1", state: m.State = "running", holder: str = "a", **fields: Any
 ) -> m.ProgressRecord:
-    defaults: dict[str, Any] = {"gateway_id": "gw", "attempt": 1, "epoch": EPOCH}
-    return m.ProgressRecord(request_id=request_id, state=state, holder=holder, **(defaults | fields))
+    return builders.make_record(request_id, state, holder=holder, epoch=EPOCH, **fields)
 
 
 def held(request: m.GenerateRequest | str = "r1", attempt: int = 1) -> m.Held:
     if isinstance(request, str):
         request = make_request(request)
-    return m.Held(
-        request_id=request.request_id,
-        attempt=attempt,
-        canvas_tokens=request.canvas_tokens,
-        block_size=request.block_size,
-        cache=request.cache,
-        blocks_done=0,
-    )
+    return builders.make_held(request, attempt)
 
 
 def status(instance_id: str = "a", *holds: m.Held, **fields: Any) -> e.StatusSeen:
-    defaults: dict[str, Any] = {
-        "node_id": "n",
-        "model": MODEL,
-        "tp_degree": 1,
-        "sent_at": 0.0,
-        "epoch": EPOCH,
-        "draining": False,
-        "max_requests": 4,
-        "kv_tokens": 2048,
-    }
-    return e.StatusSeen(m.InstanceStatus(instance_id=instance_id, held=list(holds), **(defaults | fields)))
+    return e.StatusSeen(builders.make_status(instance_id, holds, **({"epoch": EPOCH} | fields)))
 
 
 def answered(answer: Any, request_id: str = "r1", instance_id: str = "a", attempt: int = 1) -> e.AssignAnswered:
@@ -140,17 +112,7 @@ def written(
     **fields: Any,
 ) -> e.WriteRecord:
     """The command that is expected: `fields` are what the last record held."""
-    if isinstance(request, str):
-        request = make_request(request)
-    record = m.ProgressRecord(
-        request_id=request.request_id,
-        gateway_id=request.gateway_id,
-        attempt=attempt,
-        state=state,
-        epoch=EPOCH,
-        reason=reason,
-        **({"prompt_tokens": len(request.prompt_ids), "created_at": request.created_at} | fields),
-    )
+    record = builders.make_record(request, state, attempt=attempt, epoch=EPOCH, reason=reason, **fields)
     return e.WriteRecord(record, after_seq, reason)
 
 

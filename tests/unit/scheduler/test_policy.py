@@ -128,9 +128,7 @@ def test_a_record_by_an_instance_that_is_not_thought_to_hold_it_moves_it_there(m
     running(scheduler, "r1", "a")
     run(scheduler, 0.5, status("b"), e.RecordSeen(make_record(holder="b", blocks_done=1), 5))
     lost = run(scheduler, 1.0, e.InstanceExited("b"))
-    assert lost == [
-        written("released", "worker_lost", attempt=2, after_seq=5, blocks_done=1, created_at=0.0, prompt_tokens=0)
-    ]
+    assert lost == [written("released", "worker_lost", attempt=2, after_seq=5, blocks_done=1)]
 
 
 def test_an_unreadable_record_is_a_loss_and_is_written_over(make: Make) -> None:
@@ -250,8 +248,6 @@ def test_a_silent_instance_is_lost_and_its_request_placed_elsewhere(make: Make) 
         after_seq=5,
         blocks_done=1,
         token_ids=[4, 5],
-        created_at=0.0,
-        prompt_tokens=0,
     )
     run(scheduler, 4.1, stored(write, 6))
     assert run(scheduler, 4.2, status("b")) == [
@@ -365,7 +361,7 @@ def test_the_third_loss_is_the_last(make: Make) -> None:
     record = make_record(attempt=3, blocks_done=1)
     run(scheduler, 1.0, e.RecordSeen(record, 5))
     assert run(scheduler, 2.0, e.InstanceExited("a")) == [
-        written("failed", "worker_lost", attempt=3, after_seq=5, blocks_done=1, created_at=0.0, prompt_tokens=0)
+        written("failed", "worker_lost", attempt=3, after_seq=5, blocks_done=1)
     ]
 
 

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from contracts import messages as m
 from services.scheduler import events as e
-from tests.unit.scheduler.build import BLOCK, MODEL, make_request, make_scheduler
+from tests.builders import BLOCK, make_held, make_record, make_status
+from tests.unit.scheduler.build import make_request, make_scheduler
 
 MAX_ATTEMPTS = 3
 Delivery = Literal["answered", "answer_lost", "lost"]
@@ -65,28 +66,14 @@ class Worker:
         return m.Accepted()
 
     def status(self) -> m.InstanceStatus:
-        held = [
-            m.Held(
-                request_id=request_id,
-                attempt=run.assign.attempt,
-                canvas_tokens=run.assign.request.canvas_tokens,
-                block_size=BLOCK,
-                cache=run.assign.request.cache,
-                blocks_done=run.blocks_done,
-            )
-            for request_id, run in self.runs.items()
-        ]
-        return m.InstanceStatus(
-            instance_id=self.id,
-            node_id="n",
-            model=MODEL,
-            tp_degree=1,
-            sent_at=0.0,
+        held = [make_held(run.assign.request, run.assign.attempt, run.blocks_done) for run in self.runs.values()]
+        return make_status(
+            self.id,
+            held,
             epoch=self.epoch,
             draining=self.draining,
             max_requests=self.max_requests,
             kv_tokens=self.kv_tokens,
-            held=held,
         )
 
 
@@ -279,11 +266,10 @@ class World:
         request = run.assign.request
         run.blocks_done += 1
         last = run.blocks_done >= request.num_blocks
-        record = m.ProgressRecord(
-            request_id=request_id,
-            gateway_id=request.gateway_id,
+        record = make_record(
+            request,
+            "finished" if last else "released" if worker.draining else "running",
             attempt=run.assign.attempt,
-            state="finished" if last else "released" if worker.draining else "running",
             holder=worker.id,
             epoch=run.assign.epoch,
             blocks_done=run.blocks_done,
@@ -302,11 +288,7 @@ class World:
         last = self.progress.get(request_id)
         if last is not None and last.record.is_final:
             return
-        base = (
-            last.record
-            if last
-            else m.ProgressRecord(request_id=request_id, gateway_id="gw", attempt=1, state="running")
-        )
+        base = last.record if last else make_record(request_id)
         record = replace(base, state="cancelled", holder="", reason="client_gone", written_at=self.now)
         assert self.append(record, last.seq if last else 0)
         self.cancels.append(request_id)
