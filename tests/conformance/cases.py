@@ -27,6 +27,7 @@ from services.denoiser.engine import (
 )
 from services.denoiser.loader import load_model
 from services.denoiser.models import Batch, Model
+from services.denoiser.parallel import Ranks
 
 MAX_PASSES = 10_000  # a case that needs more has come off the rails
 
@@ -187,9 +188,15 @@ class Ran:
         self.output_ids: list[int] = []
 
 
-def run(cases: list[Case], *, passes_between_starts: int = 0, **config: Any) -> dict[str, Ran]:
-    """Decode cases of one model in one engine, each starting so many passes after the one before."""
-    model = RecordingModel(model_of(cases[0].model_folder))
+def run(
+    cases: list[Case], *, passes_between_starts: int = 0, ranks: Ranks | None = None, **config: Any
+) -> dict[str, Ran]:
+    """Decode cases of one model in one engine, each starting so many passes after the one before.
+
+    Among several `ranks` this is one's engine, and its logits are of its share of the vocabulary.
+    """
+    folder = cases[0].model_folder
+    model = RecordingModel(load_model(folder, ranks=ranks) if ranks else model_of(folder))
     budget = sum(case.job().canvas_tokens for case in cases)
     engine = Engine(model, config=EngineConfig(kv_budget_tokens=budget, max_requests=len(cases), **config))
     waiting, ran = list(cases), {case.inputs.case: Ran() for case in cases}

@@ -1,4 +1,7 @@
-"""The engine commits the reference's tokens, step by step, alone and in a mixed batch."""
+"""The engine commits the reference's tokens, step by step, alone and in a mixed batch, over one rank and over several.
+
+Cases with guidance (`*_cfg*`) are left out: the engine has none.
+"""
 
 import itertools
 from pathlib import Path
@@ -9,8 +12,10 @@ from safetensors.torch import load_file
 
 from services.denoiser.attention import PackedAttention
 from services.denoiser.kv_pool import KVPool
+from services.denoiser.loader import read_spec
 from services.denoiser.models import Batch, Model
 from tests.conformance.cases import Case, Ran, cases_matching, golden_dir, model_of, run
+from tests.unit.denoiser.thread_ranks import on_ranks
 
 pytestmark = [
     pytest.mark.conformance,
@@ -32,6 +37,7 @@ BY_MODEL = {
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.inputs.case for case in CASES])
 each_model = pytest.mark.parametrize("folder", list(BY_MODEL), ids=[folder.name for folder in BY_MODEL])
 
+TIGHT = {"max_batch_tokens": 100, "max_recompute_tokens": 70, "max_logits_bytes": 4096 * 5}
 KINDS = {"full": "recompute", "full_cache": "recompute", "prefix_window": "cache", "dual_block": "cache"}
 
 
@@ -48,7 +54,6 @@ def assert_as_expected(case: Case, ran: Ran) -> None:
             confidence = step.commits.confidences[step.commits.positions.index(commit.pos - prompt)]
             assert confidence == pytest.approx(commit.conf, abs=CONFIDENCE_TOLERANCE), f"step {number}"
     assert ran.output_ids == case.expected.generated_ids
-    assert_logits_agree(case, ran)
 
 
 def assert_logits_agree(case: Case, ran: Ran) -> None:
@@ -81,7 +86,9 @@ def test_there_are_cases() -> None:
 
 @each_case
 def test_alone(case: Case) -> None:
-    assert_as_expected(case, run([case])[case.inputs.case])
+    ran = run([case])[case.inputs.case]
+    assert_as_expected(case, ran)
+    assert_logits_agree(case, ran)
 
 
 @each_model
@@ -91,15 +98,30 @@ def test_all_cases_in_one_batch(folder: Path, passes_between_starts: int) -> Non
     ran = run(cases, passes_between_starts=passes_between_starts)
     for case in cases:
         assert_as_expected(case, ran[case.inputs.case])
+        assert_logits_agree(case, ran[case.inputs.case])
 
 
 @each_model
 def test_all_cases_in_tight_batches(folder: Path) -> None:
     """Requests wait for each other, so that their phases mix in every way; logits are scored in several parts."""
     cases = BY_MODEL[folder]
-    ran = run(cases, max_batch_tokens=100, max_recompute_tokens=70, max_logits_bytes=4096 * 5)
+    ran = run(cases, **TIGHT)
     for case in cases:
         assert_as_expected(case, ran[case.inputs.case])
+
+
+@each_model
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("config", [{}, TIGHT], ids=["roomy", "tight"])
+def test_several_ranks_commit_the_same(folder: Path, size: int, config: dict[str, int]) -> None:
+    if size not in read_spec(folder).degrees():
+        pytest.skip(f"{folder.name} cannot be divided over {size} ranks")
+    cases = BY_MODEL[folder]
+    by_rank = on_ranks(size, lambda ranks: run(cases, passes_between_starts=1, ranks=ranks, **config))
+    for case in cases:
+        first, *others = (ran[case.inputs.case] for ran in by_rank)
+        assert_as_expected(case, first)
+        assert all(other.steps == first.steps for other in others), "every rank decides from the same bits"
 
 
 def full_forward(model: Model, ids: torch.Tensor) -> torch.Tensor:

@@ -38,45 +38,90 @@ class Decoded:
         self.margin = min(self.margin, abs(a - b))
 
 
+# What the two checkpoints call the same things.
+SETTINGS = {
+    "LLaDAModelLM": {
+        "layers": "n_layers",
+        "heads": "n_heads",
+        "kv_heads": "n_kv_heads",
+        "tied": "weight_tying",
+        "embedding": "model.transformer.wte.weight",
+        "layer": "model.transformer.blocks.",
+        "norm": "model.transformer.ln_f.weight",
+        "head": "model.transformer.ff_out.weight",
+    },
+    "DreamModel": {
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "tied": "tie_word_embeddings",
+        "embedding": "model.embed_tokens.weight",
+        "layer": "model.layers.",
+        "norm": "model.norm.weight",
+        "head": "lm_head.weight",
+    },
+}
+LLADA_NAME = {
+    "input_layernorm": "attn_norm",
+    "o_proj": "attn_out",
+    "post_attention_layernorm": "ff_norm",
+    "gate_proj": "ff_proj",
+    "down_proj": "ff_out",
+}
+
+
 class OracleModel:
-    """LLaDA as its description says, in float64."""
+    """LLaDA and Dream as their descriptions say, in float64."""
 
     def __init__(self, folder: Path) -> None:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        self.names = SETTINGS[self.config["architectures"][0]]
+        self.shifted = self.config["architectures"] == ["DreamModel"]
         self.tensors = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
+        self.heads, self.kv_heads = self.setting("heads"), self.setting("kv_heads")
+        self.layers = [self.layer(index) for index in range(self.setting("layers"))]
+
+    def setting(self, name: str) -> int:
+        value: int = self.config[self.names[name]]
+        return value
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """Its tensors by LLaDA's names; `q_proj.bias` where there is one."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            if name.startswith(f"{self.names['layer']}{index}."):
+                module, kind = name.split(".")[-2:]
+                module = LLADA_NAME.get(module, module)
+                found[module if kind == "weight" else f"{module}.bias"] = tensor
+        return found
 
     def forward(self, ids: list[int], start: int, cache: Cache | None) -> tuple[Tensor, Cache]:
         """Logits of all rows, and all K/V: those of `cache` with positions `start`... replaced by the rows' own."""
-        c, t = self.config, self.tensors
         positions = torch.arange(start, start + len(ids))
-        x = t["model.transformer.wte.weight"][ids]
+        x = self.tensors[self.names["embedding"]][ids]
         new_cache: Cache = []
-        for index in range(c["n_layers"]):
-            w = {
-                name.split(".")[-2]: tensor
-                for name, tensor in t.items()
-                if name.startswith(f"model.transformer.blocks.{index}.")
-            }
+        for index, w in enumerate(self.layers):
             h = self.norm(x, w["attn_norm"])
-            q = self.turn((h @ w["q_proj"].T).view(len(ids), c["n_heads"], -1), positions)
-            k = self.turn((h @ w["k_proj"].T).view(len(ids), c["n_kv_heads"], -1), positions)
-            v = (h @ w["v_proj"].T).view(len(ids), c["n_kv_heads"], -1)
+            q, k, v = (h @ w[name].T + w.get(f"{name}.bias", 0.0) for name in ("q_proj", "k_proj", "v_proj"))
+            q = self.turn(q.view(len(ids), self.heads, -1), positions)
+            k = self.turn(k.view(len(ids), self.kv_heads, -1), positions)
+            v = v.view(len(ids), self.kv_heads, -1)
             if cache is not None:
                 old_k, old_v = cache[index]
                 end = start + len(ids)
                 k = torch.cat((old_k[:start], k, old_k[end:]))
                 v = torch.cat((old_v[:start], v, old_v[end:]))
             new_cache.append((k, v))
-            group = c["n_heads"] // c["n_kv_heads"]
+            group = self.heads // self.kv_heads
             heads = []
-            for number in range(c["n_heads"]):
+            for number in range(self.heads):
                 scores = q[:, number] @ k[:, number // group].T / math.sqrt(q.shape[-1])
                 heads.append(scores.softmax(-1) @ v[:, number // group])
             x = x + torch.cat(heads, -1) @ w["attn_out"].T
             h = self.norm(x, w["ff_norm"])
             x = x + (torch.nn.functional.silu(h @ w["ff_proj"].T) * (h @ w["up_proj"].T)) @ w["ff_out"].T
-        head = t["model.transformer.wte.weight" if c["weight_tying"] else "model.transformer.ff_out.weight"]
-        return self.norm(x, t["model.transformer.ln_f.weight"]) @ head.T, new_cache
+        head = self.tensors[self.names["embedding" if self.setting("tied") else "head"]]
+        return self.norm(x, self.tensors[self.names["norm"]]) @ head.T, new_cache
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         root: Tensor = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
@@ -110,10 +155,19 @@ def decode(model: OracleModel, job: Job) -> Decoded:
             else:
                 start, end = s, e if job.cache == "dual" else len(x)
                 logits, cache = model.forward(x[start:end], start, cache)
+            # Shifted, the rows of the later steps of a block do not predict its first position.
+            first_alone = model.shifted and step == 0 and job.cache != "none"
+            if first_alone:
+                eligible = eligible[:1]
             tokens, confidences = {}, {}
             for p in eligible:
-                tokens[p], confidences[p] = token_and_confidence(logits[p - start].clone(), mask, job, p, step, result)
-            chosen = choose(job, eligible, confidences, masks_at_start, blocks, step, result)
+                row = max(p - 1, 0) if model.shifted else p
+                tokens[p], confidences[p] = token_and_confidence(
+                    logits[row - start].clone(), mask, job, p, step, result
+                )
+            chosen = (
+                eligible if first_alone else choose(job, eligible, confidences, masks_at_start, blocks, step, result)
+            )
             for p in chosen:
                 x[p] = tokens[p]
             result.steps.append(

@@ -1,4 +1,4 @@
-"""Small LLaDA folders with random weights, whose confidences are spread over 0 to 1."""
+"""Small LLaDA and Dream folders with random weights, whose confidences are spread over 0 to 1."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,32 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.denoiser.models import ARCHITECTURES
+from services.denoiser.models.spec import all_parts
+from services.denoiser.parallel import Alone
+
 MASK_ID = 7
 EOS_IDS = [5, 17, 23, 40]  # several, so that random models come upon one
+
+
+LLADA_NAMES = {
+    "heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "layers": "n_layers",
+    "width": "d_model",
+    "mlp": "mlp_hidden_size",
+    "vocab": "embedding_size",
+    "tied": "weight_tying",
+}
+DREAM_NAMES = {
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "mlp": "intermediate_size",
+    "vocab": "vocab_size",
+    "tied": "tie_word_embeddings",
+}
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -36,41 +60,48 @@ def config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def dream_config(**changes: Any) -> dict[str, Any]:
+    """A config.json of the other architecture."""
+    return {
+        "architectures": ["DreamModel"],
+        "eos_token_id": EOS_IDS,
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "mask_token_id": MASK_ID,
+        "max_position_embeddings": 160,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 64,
+    } | changes
+
+
 def tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     """Random weights for it, by checkpoint name."""
     generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows: int, columns: int, std: float = 0.25) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * std
-
-    def norm() -> Tensor:
-        return 1.0 + 0.1 * torch.randn(d, generator=generator)
-
-    d, F, V = config["d_model"], config["mlp_hidden_size"], config["vocab_size"]
-    key_width = d // config["n_heads"] * config["n_kv_heads"]
-    made = {"model.transformer.wte.weight": matrix(V, d, 1.0), "model.transformer.ln_f.weight": norm()}
-    if not config["weight_tying"]:
-        made["model.transformer.ff_out.weight"] = matrix(V, d, 0.6)
-    for index in range(config["n_layers"]):
-        layer = {
-            "attn_norm": norm(),
-            "q_proj": matrix(d, d),
-            "k_proj": matrix(key_width, d),
-            "v_proj": matrix(key_width, d),
-            "attn_out": matrix(d, d),
-            "ff_norm": norm(),
-            "ff_proj": matrix(F, d),
-            "up_proj": matrix(F, d),
-            "ff_out": matrix(d, F),
-        }
-        made |= {f"model.transformer.blocks.{index}.{name}.weight": tensor for name, tensor in layer.items()}
+    spec = ARCHITECTURES[config["architectures"][0]]("", config, {})
+    made = {}
+    for part in all_parts(spec, spec.share(Alone())):
+        shape, name = part.whole_shape, part.name
+        if len(shape) == 2:
+            std = {spec.names.embedding: 1.0, spec.names.head: 0.6}.get(name.removesuffix(".weight"), 0.25)
+            made[name] = torch.randn(shape, generator=generator) * std
+        else:
+            centre = 0.0 if name.endswith(".bias") else 1.0
+            made[name] = centre + (0.3 if name.endswith(".bias") else 0.1) * torch.randn(shape, generator=generator)
     return made
 
 
-def write(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+def write(folder: Path, *, seed: int = 0, dream: bool = False, **changes: Any) -> Path:
     """Write such a model into a new folder."""
     folder.mkdir(parents=True)
-    made = config(**changes)
+    made = (dream_config if dream else config)(**changes)
     (folder / "config.json").write_text(json.dumps(made))
     save_file(tensors(made, seed), folder / "model.safetensors")
     return folder

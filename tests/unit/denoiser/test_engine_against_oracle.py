@@ -1,5 +1,6 @@
 """Whatever the jobs and however they are batched, the engine does what the oracle does."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,18 @@ from services.denoiser.loader import load_model
 from services.denoiser.models import Model
 from tests.unit.denoiser import random_model
 from tests.unit.denoiser.oracle import Decoded, OracleModel, decode
+from tests.unit.denoiser.thread_ranks import on_ranks
 
 SAFE_MARGIN = 1e-4  # closer decisions may go either way in float32
 
 few = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
 )
 
 
-@pytest.fixture(scope="module", params=["mha", "gqa", "tied"])
+@pytest.fixture(scope="module", params=["llada", "dream"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    changes: dict[str, dict[str, Any]] = {
-        "mha": {},
-        "gqa": {"n_heads": 4, "n_kv_heads": 2, "n_layers": 3, "seed": 1},
-        "tied": {"n_kv_heads": 1, "n_layers": 1, "weight_tying": True, "seed": 2},
-    }
-    return random_model.write(tmp_path_factory.mktemp("model") / request.param, **changes[request.param])
+    return random_model.write(tmp_path_factory.mktemp("model") / request.param, dream=request.param == "dream")
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +40,12 @@ def oracle(folder: Path) -> OracleModel:
 
 
 @st.composite
-def jobs(draw: Callable[..., Any], temperatures: tuple[float, ...] = (0.0, 0.0, 0.8)) -> Job:
+def jobs(draw: Callable[..., Any], temperatures: tuple[float, ...] = (0.0, 0.0, 0.8), ids_below: int = 64) -> Job:
     block_size = draw(st.sampled_from([1, 3, 8, 16]))
     num_blocks = draw(st.integers(1, 3))
     max_tokens = draw(st.integers((num_blocks - 1) * block_size + 1, num_blocks * block_size))
     steps_per_block = draw(st.integers(1, block_size + 1))
-    ids = st.integers(0, 63).filter(lambda i: i != random_model.MASK_ID)
+    ids = st.integers(0, ids_below - 1).filter(lambda i: i != random_model.MASK_ID)
     return Job(
         request_id="job",
         prompt_ids=draw(st.lists(ids, max_size=25)),
@@ -116,13 +113,41 @@ def engine_of(model: Model, **config: Any) -> Engine:
     return Engine(model, config=EngineConfig(**({"kv_budget_tokens": 1000} | config)))
 
 
-@few
-@given(job=jobs())
-def test_one_request_does_what_the_oracle_does(model: Model, oracle: OracleModel, job: Job) -> None:
-    expected = decode(oracle, job)
-    assume(expected.margin > SAFE_MARGIN)
-    steps, outputs = run(engine_of(model), [job], [0])
-    assert_same(steps["job"], outputs["job"], expected)
+@st.composite
+def models(draw: Callable[..., Any], num_ranks: int) -> dict[str, Any]:
+    """Arguments of `random_model.write`: any size of both architectures that so many ranks can share."""
+    kv_heads = draw(st.sampled_from([1, num_ranks, 2 * num_ranks]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 3])) * (num_ranks if kv_heads == 1 else 1)
+    sizes = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "layers": draw(st.integers(1, 3)),
+        "width": heads * 2 * draw(st.integers(1, 4)),
+        "mlp": num_ranks * draw(st.integers(1, 24)),
+        "vocab": num_ranks * draw(st.integers(41 // num_ranks + 1, 50)),  # room for mask and EOS
+        "tied": draw(st.booleans()),
+    }
+    dream = draw(st.booleans())
+    names = random_model.DREAM_NAMES if dream else random_model.LLADA_NAMES
+    changes: dict[str, Any] = {names[name]: value for name, value in sizes.items()}
+    return changes | {
+        "dream": dream,
+        "rope_theta": draw(st.sampled_from([100.0, 1e4, 1e6])),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@settings(few, max_examples=60)
+@given(data=st.data(), num_ranks=st.sampled_from([1, 1, 2]), job=jobs(ids_below=41))
+def test_any_model_over_any_ranks_does_what_the_oracle_does(data: st.DataObject, num_ranks: int, job: Job) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = random_model.write(Path(name) / "model", **data.draw(models(num_ranks)))
+        expected = decode(OracleModel(folder), job)
+        assume(expected.margin > SAFE_MARGIN)
+        ran = on_ranks(num_ranks, lambda ranks: run(engine_of(load_model(folder, ranks=ranks)), [job], [0]))
+    for steps, outputs in ran:
+        assert_same(steps["job"], outputs["job"], expected)
+    assert all(steps == ran[0][0] for steps, _ in ran), "every rank decides from the same bits"
 
 
 @few
