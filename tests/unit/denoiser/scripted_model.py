@@ -14,9 +14,12 @@ OTHER_ID = 9  # gets what the scripted token leaves; never the argmax above conf
 
 
 class ScriptedModel:
-    """`script` maps absolute positions to (token, confidence); it may be changed between steps."""
+    """`script` maps absolute positions to (token, confidence); it may be changed between steps.
 
-    def __init__(self, script: Mapping[int, tuple[int, float]]) -> None:
+    Shifted, row p says what is at position p + 1.
+    """
+
+    def __init__(self, script: Mapping[int, tuple[int, float]], *, shifted: bool = False) -> None:
         self.script = script
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.shape = ModelShape(
@@ -29,10 +32,11 @@ class ScriptedModel:
             max_positions=100,
             mask_id=MASK_ID,
             eos_ids=(EOS_ID,),
+            shifted=shifted,
         )
         self.ranks, self.first_token_id = Alone(), 0
         self.batch: Batch | None = None  # of the last pass
-        self.asked: list[int] = []  # positions whose logits the last pass wanted
+        self.asked: list[int] = []  # positions of the rows whose logits the last pass wanted
 
     def rotary(self, windows: Sequence[tuple[int, int]]) -> Tensor:
         return torch.cat([torch.arange(*window) for window in windows])
@@ -47,7 +51,7 @@ class ScriptedModel:
         self.asked += positions
         logits = torch.full((len(positions), VOCAB), -torch.inf)
         for row, position in enumerate(positions):
-            token, confidence = self.script[position]
+            token, confidence = self.script[position + self.shape.shifted]
             logits[row, token] = math.log(confidence)
             logits[row, OTHER_ID] = math.log1p(-confidence)
         return logits

@@ -7,8 +7,10 @@ import msgspec
 import pytest
 
 from services.denoiser.engine import (
+    Budget,
     Engine,
     EngineConfig,
+    EntropySchedule,
     Factor,
     FixedSchedule,
     Job,
@@ -84,6 +86,11 @@ def test_an_engine_that_keeps_scores_tells_what_each_step_chose_from() -> None:
         (Factor(1.0), [[0, 2], [1, 3]]),
         (FixedSchedule(2), [[0, 2], [1, 3]]),
         (FixedSchedule(3), [[0, 2], [3], [1]]),
+        (Budget(0.5, 4), [[0], [2], [3], [1]]),
+        (Budget(0.9, 2), [[0, 2], [3], [1]]),
+        (Budget(0.9, 1), [[0, 2], [3], [1]]),
+        (EntropySchedule(3), [[0], [2], [1, 3]]),
+        (EntropySchedule(1), [[0, 1, 2, 3]]),
         (Threshold(0.0), [[0, 1, 2, 3]]),
         (Threshold(1.0), [[0], [2], [3], [1]]),
     ],
@@ -151,6 +158,93 @@ def test_wrong_thresholds_are_refused() -> None:
     for value in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="not between 0 and 1"):
             engine.set_threshold("a", value)
+
+
+# --- a shifted model: row p predicts position p + 1 -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_shifted_model_with_a_cache_settles_the_first_position_alone(cache: Any) -> None:
+    sure_but_the_first = [(4, UNSURE), (5, SURE), (6, SURE), (7, 0.7)]
+    model = ScriptedModel(script(*sure_but_the_first * 2), shifted=True)
+    steps, output = run_one(model, make_job(cache=cache))
+    assert positions(steps) == [[0], [1, 2], [3], [4], [5, 6], [7]]
+    assert [step.kind for step in steps] == ["recompute", "cache", "cache"] * 2
+    assert output == [4, 5, 6, 7] * 2
+    assert steps[0].commits.confidences == pytest.approx([UNSURE])
+
+
+def test_a_shifted_model_without_a_cache_decides_as_others_do() -> None:
+    entries = [(4, UNSURE), (5, SURE), (6, SURE), (7, 0.7)] * 2
+    steps, output = run_one(ScriptedModel(script(*entries), shifted=True), make_job(cache="none"))
+    others, other_output = run_one(ScriptedModel(script(*entries)), make_job(cache="none"))
+    assert positions(steps) == positions(others) == [[1, 2], [3], [0], [5, 6], [7], [4]]
+    assert output == other_output
+
+
+@pytest.mark.parametrize(
+    ("cache", "rows"), [("none", [[1, 2, 3, 4], [1, 2, 3]]), ("dual", [[1], [2, 3, 4]]), ("prefix", [[1], [2, 3, 4]])]
+)
+def test_the_rows_before_the_eligible_positions_get_logits(cache: Any, rows: list[list[int]]) -> None:
+    model = ScriptedModel(script(*[(4, UNSURE)] * 3, (4, SURE)), shifted=True)
+    engine = make_engine(model)
+    engine.admit(make_job(cache=cache))
+    for asked in rows:
+        engine.step()
+        assert model.asked == asked
+
+
+@pytest.mark.parametrize(("cache", "rows"), [("none", [[0, 0, 1, 2]]), ("dual", [[0], [0, 1, 2]])])
+def test_without_a_prompt_the_first_row_predicts_two_positions(cache: Any, rows: list[list[int]]) -> None:
+    model = ScriptedModel({1: (4, SURE), 2: (5, SURE), 3: (6, SURE)}, shifted=True)
+    engine = make_engine(model)
+    engine.admit(make_job(prompt_ids=[], max_tokens=4, cache=cache))
+    for asked in rows:
+        engine.step()
+        assert model.asked == asked
+    assert engine.output_ids("a") == [4, 4, 5, 6]
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_an_eos_in_the_first_place_ends_a_shifted_request_at_once(cache: Any) -> None:
+    model = ScriptedModel(script(*[(4, SURE)] * 4, (EOS_ID, SURE), *[(4, UNSURE)] * 3), shifted=True)
+    steps, output = run_one(model, make_job(cache=cache))
+    assert (steps[-1].block_index, steps[-1].step_in_block, steps[-1].commits.token_ids) == (1, 0, [EOS_ID])
+    assert (steps[-1].finished, output) == ("eos", [4] * 4)
+
+
+def test_a_shifted_block_of_one_wanted_token_takes_one_step() -> None:
+    model = ScriptedModel(script(*[(4, SURE)] * 5), shifted=True)  # asking for more would fail
+    steps, output = run_one(model, make_job(max_tokens=5))
+    assert positions(steps) == [[0], [1, 2, 3], [4]]
+    assert (steps[-1].finished, output) == ("length", [4] * 5)
+
+
+def test_a_shifted_request_that_is_taken_over_reads_the_last_committed_row() -> None:
+    model = ScriptedModel(script(*[(4, SURE)] * 8), shifted=True)
+    engine = make_engine(model)
+    engine.admit(make_job(committed_ids=[5, 6, 7, 8]))
+    step = engine.step().requests[0]
+    assert (step.commits.positions, model.asked) == ([4], [5])
+    engine.step()
+    assert engine.output_ids("a") == [5, 6, 7, 8, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (FixedSchedule(2), [[0], [1, 2], [3]]),
+        (FixedSchedule(8), [[0], [1], [2], [3]]),
+        (Factor(2.0), [[0], [1, 2, 3]]),
+        (Budget(0.5, 2), [[0], [1, 2, 3]]),
+        (EntropySchedule(2), [[0], [1, 2, 3]]),
+        (EntropySchedule(1), [[0], [1, 2, 3]]),
+    ],
+)
+def test_every_rule_goes_on_after_the_first_position(rule: Any, expected: list[list[int]]) -> None:
+    model = ScriptedModel(script((4, UNSURE), (5, SURE), (6, 0.8), (7, 0.7)), shifted=True)
+    steps, _ = run_one(model, make_job(max_tokens=4, choice=rule))
+    assert positions(steps) == expected
 
 
 # --- how a request ends -----------------------------------------------------------------------------------------------
@@ -271,6 +365,9 @@ def test_progress_says_how_far_a_request_is() -> None:
         ({"choice": Factor(-1.0)}, "bad_request", "factor"),
         ({"choice": FixedSchedule(3)}, "bad_request", "2 blocks"),
         ({"choice": FixedSchedule(0)}, "bad_request", "steps = 0"),
+        ({"choice": Budget(1.5, 2)}, "bad_request", "threshold = 1.5"),
+        ({"choice": Budget(0.5, 3)}, "bad_request", "2 blocks"),
+        ({"choice": EntropySchedule(3)}, "bad_request", "2 blocks"),
         ({"prompt_ids": [3, MASK_ID]}, "bad_request", "mask token"),
         ({"prompt_ids": [3, VOCAB]}, "bad_request", "outside 0 to 9"),
         ({"prompt_ids": [-1]}, "bad_request", "outside 0 to 9"),

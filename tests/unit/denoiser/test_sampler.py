@@ -11,19 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from services.denoiser.parallel import Ranks
 from services.denoiser.sampler import (
     Noise,
+    budget,
+    choose_by_budget,
     choose_by_factor,
     choose_by_quota,
     choose_by_threshold,
     gumbel_max,
+    negative_entropy,
     noise_keys,
     quota,
     score,
+    share_of_time,
     uniforms,
 )
 from tests.conformance.cases import golden_dir
 from tests.unit.denoiser import oracle
+from tests.unit.denoiser.thread_ranks import on_ranks
 
 UNUSED_ID = 7  # a token that the reference cases never predict, as our mask token
 
@@ -106,6 +112,29 @@ def test_factor_commits_at_least_one_and_always_the_surest(confidence: np.ndarra
     assert chosen.sum() <= choose_by_factor(confidence, factor + 0.5).sum()
 
 
+@given(num_masks=st.integers(1, 60), steps=st.integers(1, 60))
+def test_budgets_grow_by_the_quota_s_total_and_end_with_the_block(num_masks: int, steps: int) -> None:
+    due = [budget(num_masks, steps, step) for step in range(steps + 2)]
+    assert due == sorted(due)
+    assert due[steps - 1 :] == [num_masks] * 3
+    assert all(due[step] == num_masks * (step + 1) // steps for step in range(steps))
+
+
+def test_a_budget_holds_back_what_reaches_the_threshold() -> None:
+    sure = np.array([0.9, 0.95, 0.2, 0.99])
+    assert np.flatnonzero(choose_by_budget(sure, 0.5, 2)).tolist() == [1, 3]
+    assert np.flatnonzero(choose_by_budget(sure, 0.5, 9)).tolist() == [0, 1, 3]
+    assert np.flatnonzero(choose_by_budget(sure, 1.0, 2)).tolist() == [3]
+
+
+def test_a_share_of_time_is_what_time_takes_off_the_masks() -> None:
+    """By hand, time running from 1 to 0.001: 1, 0.75025, 0.5005, 0.25075."""
+    assert [share_of_time(32, 4, step) for step in range(4)] == [7, 10, 15, 32]
+    assert share_of_time(5, 1, 0) == 5
+    assert share_of_time(1, 4, 0) == 0  # a step may commit nothing
+    assert share_of_time(3, 4, 9) == 3
+
+
 def test_ties_go_to_the_lowest_position() -> None:
     tied = np.array([0.5, 0.9, 0.5, 0.9])
     assert np.flatnonzero(choose_by_threshold(tied, 1.0)).tolist() == [1]
@@ -177,6 +206,62 @@ def test_uniform_numbers_are_uniform_and_unrelated() -> None:
         neighbours = (centred[:, 1:] * centred[:, :-1]).mean().item() * 12
         assert abs(neighbours) < 5 / rows[:, 1:].numel() ** 0.5
     assert len(torch.unique(numbers)) == numbers.numel()
+
+
+logits_rows = st.integers(0, 2**32 - 1).map(
+    lambda seed: torch.randn(5, 24, generator=torch.Generator().manual_seed(seed)).mul_(4.0)
+)
+
+
+def of_rank(logits: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, int]:
+    """Its share of the vocabulary, and the first token id of that."""
+    width = logits.shape[-1] // size
+    return logits[:, rank * width : (rank + 1) * width].clone(), rank * width
+
+
+@given(logits=logits_rows, size=st.sampled_from([2, 3, 4]), mask_id=st.integers(0, 23), hot=st.sets(st.integers(0, 4)))
+@settings(max_examples=60, deadline=None)
+def test_ranks_that_share_the_vocabulary_score_as_one(
+    logits: torch.Tensor, size: int, mask_id: int, hot: set[int]
+) -> None:
+    rows = np.array(sorted(hot), dtype=np.int64)
+    noise = Noise(rows, noise_keys(rows, rows, rows), np.full(len(rows), 2.0)) if hot else None
+    token, confidence = score(logits.clone(), mask_id, noise)
+
+    def score_share(ranks: Ranks) -> tuple[torch.Tensor, torch.Tensor]:
+        share, first_id = of_rank(logits, ranks.rank, size)
+        return score(share, mask_id, noise, first_id=first_id, ranks=ranks)
+
+    scores = on_ranks(size, score_share)
+    for other_token, other_confidence in scores:
+        assert other_token.tolist() == token.tolist()
+        torch.testing.assert_close(other_confidence.float(), confidence, rtol=1e-5, atol=1e-7)
+        assert torch.equal(other_confidence, scores[0][1]), "the same bits on every rank"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ties_go_to_the_lowest_token_id_on_any_rank(size: int) -> None:
+    logits = torch.zeros(4, 8)
+    for row, best in enumerate([(3, 4), (5, 7), (0, 6), (2, 3, 4, 5)]):
+        logits[row, list(best)] = 1.0
+
+    def score_share(ranks: Ranks) -> list[int]:
+        share, first_id = of_rank(logits, ranks.rank, size)
+        return score(share, 1, first_id=first_id, ranks=ranks)[0].tolist()
+
+    assert on_ranks(size, score_share) == [[3, 5, 0, 2]] * size
+
+
+@given(logits=logits_rows, size=st.sampled_from([1, 2, 4]))
+@settings(max_examples=20, deadline=None)
+def test_negative_entropy_is_the_sum_of_p_ln_p_over_all_ranks(logits: torch.Tensor, size: int) -> None:
+    def of_share(ranks: Ranks) -> torch.Tensor:
+        share, first_id = of_rank(logits, ranks.rank, size)
+        return negative_entropy(share, UNUSED_ID, first_id=first_id, ranks=ranks)
+
+    kept = torch.cat((logits[:, :UNUSED_ID], logits[:, UNUSED_ID + 1 :]), dim=1).double().softmax(-1)
+    for found in on_ranks(size, of_share):
+        torch.testing.assert_close(found, (kept * kept.log()).sum(-1), rtol=1e-5, atol=1e-6)
 
 
 def test_sampling_follows_the_tempered_softmax() -> None:
