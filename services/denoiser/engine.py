@@ -153,6 +153,7 @@ class RequestStep(msgspec.Struct, frozen=True, kw_only=True):
     block_index: int
     step_in_block: int  # from 0
     num_rows: int  # that it had in the pass
+    num_keys: int  # that each row attended to: the length of its canvas
     threshold: float | None  # that was applied; None for other rules
     commits: Commits
     block_done: bool
@@ -483,6 +484,7 @@ class _Running:
             block_index=block_index,
             step_in_block=step_in_block,
             num_rows=end - start,
+            num_keys=self.job.canvas_tokens,
             threshold=self._threshold,
             commits=commits,
             block_done=block_done,
