@@ -21,6 +21,7 @@ Shapes: T rows of a pass, M rows that predict an eligible position, E eligible p
 this rank, d width.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -330,13 +331,12 @@ class Engine:
         wanted = [r.wanted_rows + start for r, start in zip(riders, layout.row_starts, strict=True)]
         # One copy to the device for all that changes from step to step.
         packed = np.concatenate([r.ids[slice(*r.window)] for r in riders] + wanted)
-        token_ids_T, wanted_M = self._to_device(packed).tensor_split([layout.num_rows])
+        on_device = self._to_device(packed)
         return Batch(
-            token_ids_T=token_ids_T,
-            slots_T=layout.slots_T,
+            token_ids_T=on_device[: layout.num_rows],
             rotary_T=layout.rotary_T,
             row_counts=layout.row_counts,
-            wanted_M=wanted_M,
+            wanted_M=on_device[layout.num_rows :],
             wanted_counts=[len(rows) for rows in wanted],
             attention=layout.attention,
         )
@@ -345,21 +345,18 @@ class Engine:
         """Where the rows lie; kept while the same requests ride with the same windows, as in a row of cache steps."""
         key = (self.pool.generation, *((r.arrival_no, *r.window) for r in riders))
         if self._layout is None or self._layout.key != key:
-            spans = [self.pool.slots.span(r.job.request_id) for r in riders]
-            positions = [np.arange(*r.window) for r in riders]
-            slots = np.concatenate([p + span.start for p, span in zip(positions, spans, strict=True)])
+            windows = [r.window for r in riders]
             self._layout = _Layout(
                 key=key,
-                row_counts=[len(p) for p in positions],
-                slots_T=self._to_device(slots),
-                rotary_T=self.model.rotary([r.window for r in riders]),
-                attention=PackedAttention(self.pool, [r.job.request_id for r in riders]),
+                row_counts=[end - start for start, end in windows],
+                rotary_T=self.model.rotary(windows),
+                attention=PackedAttention(self.pool, [(r.job.request_id, r.window) for r in riders]),
             )
         return self._layout
 
     def _noise(self, riders: "Sequence[_Running]") -> Noise | None:
-        hot = np.array([r.job.temperature > 0.0 for r in riders])
-        if not hot.any():
+        hot = [r.job.temperature > 0.0 for r in riders]
+        if not any(hot):
             return None
         counts = [len(r.asked) for r in riders]
         hot_M = np.repeat(hot, counts)
@@ -574,15 +571,14 @@ class _Layout:
         *,
         key: tuple[object, ...],
         row_counts: list[int],
-        slots_T: Tensor,
         rotary_T: Tensor,
         attention: PackedAttention,
     ) -> None:
         self.key = key
         self.row_counts = row_counts
         self.num_rows = sum(row_counts)
-        self.row_starts = [0, *np.cumsum(row_counts[:-1]).tolist()]
-        self.slots_T, self.rotary_T, self.attention = slots_T, rotary_T, attention
+        self.row_starts = list(itertools.accumulate(row_counts[:-1], initial=0))
+        self.rotary_T, self.attention = rotary_T, attention
 
 
 class _ForwardTimer:

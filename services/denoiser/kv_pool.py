@@ -6,12 +6,14 @@
    left: so a request fits exactly when `free_tokens` says so.
 4. A pass writes the K/V of its rows in place; what a later pass of the same request overwrites was never kept.
 
-Shapes: S slots of the pool, T rows of a pass, L tokens of a canvas, K key heads, D head size.
+Shapes: N layers, S slots of the pool, T rows of a pass, L tokens of a canvas, K key heads, D head size.
 """
 
 import bisect
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +101,7 @@ class SlotAllocator:
 
 
 class KVPool:
-    """The tensors behind the slots: `layers[i]` is [S, 2K, D], a slot's keys and then its values."""
+    """The tensor behind the slots: of each layer [S, 2K, D], a slot's keys and then its values."""
 
     def __init__(
         self,
@@ -111,18 +113,19 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.slots = SlotAllocator(capacity)
+        self.slots, self.device = SlotAllocator(capacity), device
         self._views: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.num_kv_heads = num_kv_heads
         self.generation = 0  # counts compactions: who remembers slots across passes compares it
         # Zeros, not empty: slots are read only after they were written, but NaN in a gap would hide a mistake.
-        shape = (capacity, 2 * num_kv_heads, head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (num_layers, capacity, 2 * num_kv_heads, head_dim)
+        self._kv_NSKD = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = self._kv_NSKD.unbind()
 
     def allocate(self, request_id: str, length: int) -> None:
         """Give a request its slots, moving others if need be."""
         moves = self.slots.allocate(request_id, length)
-        for layer in self.layers if moves else ():
+        for layer in self._layers if moves else ():
             for move in moves:
                 source = layer[move.source : move.source + move.length]
                 layer[move.target : move.target + move.length] = source.clone()  # clone: the two may overlap
@@ -135,9 +138,23 @@ class KVPool:
         self.slots.free(request_id)
         self._views.pop(request_id, None)
 
+    def run(self, request_id: str, window: tuple[int, int]) -> slice:
+        """The slots of a request's positions [start, end)."""
+        first = self.slots.span(request_id).start
+        return slice(first + window[0], first + window[1])
+
+    def slots_of(self, runs: Sequence[slice]) -> Tensor:
+        """[T] int64: every slot of these runs, in order."""
+        slots = [np.arange(run.start, run.stop) for run in runs]
+        return torch.from_numpy(np.concatenate(slots)).to(self.device, non_blocking=True)
+
+    def write_run(self, layer: int, run: slice, kv_nKD: Tensor) -> None:
+        """Store keys and values [n, 2K, D] of the rows of one request."""
+        self._layers[layer][run].copy_(kv_nKD)
+
     def write(self, layer: int, slots_T: Tensor, kv_TKD: Tensor) -> None:
         """Store keys and values [T, 2K, D] of a pass's rows."""
-        self.layers[layer].index_copy_(0, slots_T, kv_TKD)
+        self._layers[layer].index_copy_(0, slots_T, kv_TKD)
 
     def keys_values(self, request_id: str) -> list[tuple[Tensor, Tensor]]:
         """Views of a request's keys and values in each layer, both [1, K, L, D]; good for one generation.
@@ -145,10 +162,9 @@ class KVPool:
         Made once and kept: cutting them anew would cost as much as a small kernel.
         """
         if request_id not in self._views:
-            span = self.slots.span(request_id)
-            kv = [layer[span.start : span.end].transpose(0, 1).unsqueeze(0) for layer in self.layers]
-            K = self.num_kv_heads
-            self._views[request_id] = [(kv_heads[:, :K], kv_heads[:, K:]) for kv_heads in kv]
+            span, K = self.slots.span(request_id), self.num_kv_heads
+            kv = self._kv_NSKD[:, span.start : span.end].transpose(1, 2).unsqueeze(1)
+            self._views[request_id] = list(zip(kv[:, :, :K].unbind(), kv[:, :, K:].unbind(), strict=True))
         return self._views[request_id]
 
 

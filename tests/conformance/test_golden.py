@@ -139,12 +139,11 @@ def full_forward(model: Model, ids: torch.Tensor) -> torch.Tensor:
     rows = torch.arange(len(ids))
     batch = Batch(
         token_ids_T=ids,
-        slots_T=rows,
         rotary_T=model.rotary([(0, len(rows))]),
         row_counts=[len(ids)],
         wanted_M=rows,
         wanted_counts=[len(ids)],
-        attention=PackedAttention(pool, ["canvas"]),
+        attention=PackedAttention(pool, [("canvas", (0, len(ids)))]),
     )
     return model.logits(model.hidden(batch))
 

@@ -35,7 +35,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """One packed pass: the rows of one request after those of another, no padding."""
 
     token_ids_T: Tensor  # int64
-    slots_T: Tensor  # int64, where each row's K/V go in the pool
     rotary_T: Tensor  # the model's own `rotary(windows)`
     row_counts: Sequence[int]  # rows of each request; they add up to T
     wanted_M: Tensor  # int64, which of the T rows predict an eligible position, ascending

@@ -109,7 +109,7 @@ class Layer:
         h_Td = rms_norm(x_Td, self.attention_norm, self.eps)
         qkv = self._heads(functional.linear(h_Td, self.qkv, self.qkv_bias))
         rotate_(qkv[:, : self.H + self.K], batch.rotary_T)
-        batch.attention.write(self.index, batch.slots_T, qkv[:, self.H :])
+        batch.attention.write(self.index, qkv[:, self.H :])
         attended = batch.attention.attend(self.index, qkv[:, : self.H], batch.row_counts)
         return self._mlp(self._add(x_Td, attended, self.attention_out))
 
@@ -118,7 +118,7 @@ class Layer:
         h_Td = rms_norm(x_Td, self.attention_norm, self.eps)
         kv = self._heads(functional.linear(h_Td, self.key_value, self.key_value_bias))
         rotate_(kv[:, : self.K], batch.rotary_T)
-        batch.attention.write(self.index, batch.slots_T, kv)
+        batch.attention.write(self.index, kv)
         query = self._heads(functional.linear(h_Td[batch.wanted_M], self.query, self.query_bias))
         rotate_(query, batch.rotary_T[batch.wanted_M])
         attended = batch.attention.attend(self.index, query, batch.wanted_counts)

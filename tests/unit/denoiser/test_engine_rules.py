@@ -439,7 +439,7 @@ def test_a_finished_request_is_held_but_rides_no_more() -> None:
 
 def slots(model: ScriptedModel) -> list[int]:
     assert model.batch is not None
-    return model.batch.slots_T.tolist()
+    return [slot for run in model.batch.attention.runs for slot in range(run.start, run.stop)]
 
 
 def test_a_request_id_can_come_again_in_other_slots() -> None:

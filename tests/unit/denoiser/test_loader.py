@@ -36,12 +36,11 @@ def logits_of(model: Model) -> torch.Tensor:
         model.hidden(
             Batch(
                 token_ids_T=IDS,
-                slots_T=rows,
                 rotary_T=model.rotary([(0, len(rows))]),
                 row_counts=[len(IDS)],
                 wanted_M=rows[3:],
                 wanted_counts=[3],
-                attention=PackedAttention(pool, ["canvas"]),
+                attention=PackedAttention(pool, [("canvas", (0, len(IDS)))]),
             )
         )
     )
