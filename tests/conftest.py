@@ -5,7 +5,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,16 +13,12 @@ import pytest
 import pytest_asyncio
 
 from services.bus import Bus, NatsSettings
+from tests.processes import free_port
+from tests.waiting import wait_until
 
 # a busy machine is no failure: an example has no time limit of its own, a test has pytest-timeout's
 hypothesis.settings.register_profile("tediserve", deadline=None)
 hypothesis.settings.load_profile("tediserve")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def nats_server_binary() -> str:
@@ -53,14 +48,11 @@ class NatsServer:
         self.process = subprocess.Popen(
             [nats_server_binary(), "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                time.sleep(0.02)
-        raise AssertionError("nats-server does not listen")
+        wait_until(self._listens, "nats-server listens", limit_s=10)
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def kill(self) -> None:
         if self.process is not None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration import random_model
-from tests.integration.stack import ROOT, Stack, running_stack
+from tests.integration.stack import Stack, running_stack
+from tests.processes import ROOT
 
 BUILT_IN_PROFILE = ROOT / "profiles" / "tiny-cpu"
 

@@ -9,15 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.conftest import free_port
-from tests.integration.stack import ROOT, Stack, plain_environment
+from tests.integration.stack import Stack, running_stack
+from tests.processes import ROOT, free_port, is_gone, plain_environment
+from tests.waiting import wait_until
 from tools.up.__main__ import SAMPLE_ANSWER, SAMPLE_PROBLEM
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -29,13 +29,6 @@ def run_up(*arguments: object) -> subprocess.CompletedProcess[str]:
     """A start that is expected to end by itself."""
     command = [sys.executable, "-m", "tools.up", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=60)
-
-
-def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 20.0) -> None:
-    give_up_at = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < give_up_at, f"after {limit_s:g} s still not: {what}"
-        time.sleep(0.02)
 
 
 def is_free(port: int) -> bool:
@@ -55,21 +48,12 @@ def everything_of(stack: Stack) -> list[int]:
     return [root.pid, *(process.pid for process in root.children(recursive=True))]
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 # --- a life -------------------------------------------------------------------------------------------------------
 
 
 def test_from_nothing_to_the_printed_calls_answer_and_to_nothing_again(tmp_path: Path, profile: Path) -> None:
-    stack = Stack(tmp_path, profile)
-    try:
-        started_at = time.monotonic()
-        stack.start()
+    started_at = time.monotonic()
+    with running_stack(tmp_path, profile) as stack:
         call = next(line.strip() for line in stack.console.read_text().splitlines() if line.strip().startswith("curl"))
         answer = json.loads(subprocess.run(shlex.split(call), capture_output=True, check=True, timeout=60).stdout)
         print(f"from the start to the first answer: {time.monotonic() - started_at:.1f} s")
@@ -88,14 +72,10 @@ def test_from_nothing_to_the_printed_calls_answer_and_to_nothing_again(tmp_path:
         assert is_free(stack.nats_port)
         assert stack.status() == {}
         assert "Traceback" not in stack.console.read_text() + stack.logs()
-    finally:
-        stack.stop()
 
 
 def test_what_is_killed_takes_everything_along(tmp_path: Path, profile: Path) -> None:
-    stack = Stack(tmp_path, profile, workers=1)
-    try:
-        stack.start()
+    with running_stack(tmp_path, profile, workers=1) as stack:
         processes = everything_of(stack)
         assert stack.process is not None
         stack.process.kill()
@@ -106,14 +86,10 @@ def test_what_is_killed_takes_everything_along(tmp_path: Path, profile: Path) ->
         assert run_up("--down", "--data", stack.data).returncode == 0
         assert stack.process.wait(10) == 0
         assert "nothing runs" in run_up("--down", "--data", stack.data).stdout
-    finally:
-        stack.stop()
 
 
 def test_a_child_that_hangs_is_killed(tmp_path: Path, profile: Path) -> None:
-    stack = Stack(tmp_path, profile, workers=1)
-    try:
-        stack.start()
+    with running_stack(tmp_path, profile, workers=1) as stack:
         processes = everything_of(stack)
         os.kill(stack.pid("scheduler"), signal.SIGSTOP)
         assert stack.process is not None
@@ -121,8 +97,6 @@ def test_a_child_that_hangs_is_killed(tmp_path: Path, profile: Path) -> None:
         assert stack.process.wait(60) == 0
         assert not any(psutil.pid_exists(pid) for pid in processes)
         assert "scheduler | had to be killed" in stack.console.read_text()
-    finally:
-        stack.stop()
 
 
 # --- a second one -------------------------------------------------------------------------------------------------

@@ -9,19 +9,12 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 from msgspec import structs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from contracts import subjects
-from contracts.messages import (
-    BlockCost,
-    Cancel,
-    GatewayStatus,
-    GenerateRequest,
-    InstanceStatus,
-    ProgressRecord,
-    Reason,
-)
+from contracts.messages import Cancel, GatewayStatus, GenerateRequest, ProgressRecord, Reason
 from services.bus import Bus, BusTimeout, NatsSettings
 from services.gateway.__main__ import _listen, _Server, _uvicorn_config, load_gateway
 from services.gateway.config import GatewayConfig
@@ -29,6 +22,9 @@ from services.gateway.http import Gateway
 from services.gateway.text import TextCodec, load_codec
 from services.progress import Overtaken, write_record
 from services.runtime import Runtime
+from tests.builders import make_cost, make_record, make_status
+from tests.processes import ServiceProcess, free_port
+from tests.waiting import until, wait_until
 
 SPECIALS = ["<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|eot_id|>", "<|system|>", "<|user|>", "<|assistant|>"]
 MASK_ID = 2
@@ -81,13 +77,6 @@ def load_test_codec(folder: Path) -> TextCodec:
     return load_codec(write_model_folder(folder), MASK_ID)
 
 
-async def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
-    """Raises TimeoutError where the condition stays false."""
-    async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 - conditions are about other processes, too
-            await asyncio.sleep(0.005)
-
-
 class Play(NamedTuple):
     """What the scripted worker does with a request."""
 
@@ -132,21 +121,8 @@ class Cluster:
     async def _beat(self) -> None:
         while True:
             if self.alive:
-                await self.bus.publish(
-                    subjects.instance_status("i-0"),
-                    InstanceStatus(
-                        instance_id="i-0",
-                        node_id="n",
-                        model=MODEL,
-                        tp_degree=1,
-                        sent_at=time.time(),
-                        epoch=1,
-                        draining=False,
-                        max_requests=64,
-                        kv_tokens=10_000,
-                        held=[],
-                    ),
-                )
+                status = make_status("i-0", model=MODEL, sent_at=time.time())
+                await self.bus.publish(subjects.instance_status("i-0"), status)
             await asyncio.sleep(0.2)
 
     def _on_request(self, request: GenerateRequest, seq: int) -> None:
@@ -176,19 +152,7 @@ class Cluster:
         play = self.script(request)
         tokens = list(play.token_ids)[: request.max_tokens]
         seq, done = 0, 0
-        record = ProgressRecord(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            attempt=1,
-            state="running",
-            holder="i-0",
-            epoch=1,
-            prompt_tokens=len(request.prompt_ids),
-            created_at=request.created_at,
-            deadline_at=request.deadline_at,
-            started_at=time.time(),
-            fingerprint=request.fingerprint,
-        )
+        record = make_record(request, holder="i-0", epoch=1, started_at=time.time())
         blocks = [tokens[i : i + BLOCK] for i in range(0, len(tokens), BLOCK)] or [[]]
         try:
             for index, block in enumerate(blocks):
@@ -202,10 +166,10 @@ class Cluster:
                     confidences=[0.5] * done,
                     blocks_done=index + 1,
                     written_at=time.time(),
-                    blocks=[*record.blocks, _cost()],
+                    blocks=[*record.blocks, make_cost()],
                 )
                 if last and not play.forever:
-                    await until(play.ending or (lambda: True), 60)
+                    await until(play.ending or (lambda: True), limit_s=60)
                     record = structs.replace(
                         record,
                         state="failed" if play.fail else "finished",
@@ -216,10 +180,6 @@ class Cluster:
                 seq = await write_record(self.bus, record, after_seq=seq, limit_s=20)
         except Overtaken:
             return
-
-
-def _cost() -> BlockCost:
-    return BlockCost(instance_id="i-0", tp_degree=1, recompute_steps=1, cache_steps=3, mean_threshold=0.8, seconds=0.01)
 
 
 class Rig(NamedTuple):
@@ -287,6 +247,28 @@ async def run_gateway(nats_settings: NatsSettings, config: GatewayConfig) -> Asy
         await bus.close()
 
 
+class GatewayProcess(ServiceProcess):
+    """`python -m services.gateway` on a port of its own."""
+
+    def __init__(self, folder: Path, nats_url: str, **settings: object) -> None:
+        """Serves `folder`'s profile if the settings name no other."""
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        settings = {"port": self.port, "profile": folder / "profile", **settings}
+        super().__init__("services.gateway", folder / f"gateway-{self.port}.log", nats_url, **settings)
+
+    async def until_ready(self) -> None:
+        async def is_ready() -> bool:
+            assert self.runs, self.log
+            try:
+                return (await client.get(f"{self.url}/health/ready")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        async with httpx.AsyncClient() as client:
+            await until(is_ready, "the gateway is ready")
+
+
 @contextmanager
 def rig_in_thread(nats_url: str, folder: Path, script: Callable[[GenerateRequest], Play]) -> Iterator[str]:
     """The URL of a rig that runs in a thread of its own, for tests that block."""
@@ -307,9 +289,7 @@ def rig_in_thread(nats_url: str, folder: Path, script: Callable[[GenerateRequest
 
     thread = threading.Thread(target=target)
     thread.start()
-    deadline = time.monotonic() + 30
-    while not ready and not failed and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: ready or failed, "the rig runs")
     try:
         if failed:
             raise failed[0]

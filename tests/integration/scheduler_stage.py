@@ -1,15 +1,8 @@
-"""A stage for the real scheduler process: its profile, fake workers that do what the test says, and a fake gateway.
-
-Nothing waits for luck: `until` polls a condition with a deadline.
-"""
+"""A stage for the real scheduler process: its profile, fake workers that do what the test says, and a fake gateway."""
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +14,15 @@ from contracts.codec import MalformedMessage
 from services.bus import Bus, NatsSettings, Stored, trace_parent
 from services.costs import dump_latency
 from services.progress import write_record
+from tests import builders
+from tests.builders import BLOCK, MODEL
+from tests.processes import ServiceProcess
+from tests.waiting import until
 
-PROFILE = """
-model = "test-model"
+PROFILE = f"""
+model = "{MODEL}"
 [decoding]
-block_size = 32
+block_size = {BLOCK}
 [limits]
 max_context_tokens = 768
 max_output_tokens = 256
@@ -33,38 +30,18 @@ max_output_tokens = 256
 kv_tokens = 4096
 max_requests = 4
 """
-BLOCK = 32
 
 
-async def until(condition: Callable[[], Any] | Callable[[], Awaitable[Any]], limit_s: float = 15.0) -> Any:
-    """The first true value of the condition. Fails after `limit_s` seconds."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        value = condition()
-        if asyncio.iscoroutine(value):
-            value = await value
-        if value:
-            return value
-        assert time.monotonic() < deadline, "the awaited did not come about"
-        await asyncio.sleep(0.02)
-
-
-def make_request(request_id: str, gateway_id: str = "gw-1", **fields: Any) -> m.GenerateRequest:
+def make_request(request_id: str, **fields: Any) -> m.GenerateRequest:
+    """Of the gateway that the stage plays."""
     now = time.time()
-    defaults: dict[str, Any] = {
-        "model": "test-model",
-        "prompt_ids": [1, 2, 3],
-        "max_tokens": 2 * BLOCK,
-        "block_size": BLOCK,
-        "cache": "dual",
-        "created_at": now,
-        "expires_at": now + 60,
-    }
-    return m.GenerateRequest(request_id=request_id, gateway_id=gateway_id, **(defaults | fields))
+    return builders.make_request(
+        request_id, **({"gateway_id": "gw-1", "created_at": now, "expires_at": now + 60} | fields)
+    )
 
 
-class SchedulerProcess:
-    """`python -m services.scheduler`, configured by its environment."""
+class SchedulerProcess(ServiceProcess):
+    """`python -m services.scheduler` with a profile in the folder. All that are made in it share a log."""
 
     def __init__(self, folder: Path, nats_url: str, **settings: object) -> None:
         profile = folder / "profile"
@@ -72,42 +49,7 @@ class SchedulerProcess:
         (profile / "profile.toml").write_text(PROFILE)
         points = [(1.0, 1.0), (1000.0, 11.0)]
         dump_latency(profile / "latency.json", "test", {(1, "recompute"): points, (1, "cache"): points})
-        self._environ = os.environ | {
-            "TEDISERVE_NATS_URL": nats_url,
-            "TEDISERVE_SCHEDULER_PROFILE": str(profile),
-            "TEDISERVE_LOG_LEVEL": "DEBUG",
-        }
-        for name, value in settings.items():
-            self._environ[f"TEDISERVE_SCHEDULER_{name.upper()}"] = str(value)
-        self._log = folder / "scheduler.log"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.scheduler"], env=self._environ, stdout=log, stderr=log
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text() if self._log.exists() else ""
-
-    def signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        """kill -9, and gone when this returns."""
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
-            self.process = None
-
-    async def exit_code(self, limit_s: float = 15.0) -> int:
-        process = self.process
-        assert process is not None
-        await until(lambda: process.poll() is not None, limit_s)
-        return int(process.returncode)
+        super().__init__("services.scheduler", folder / "scheduler.log", nats_url, profile=profile, **settings)
 
 
 class FakeWorker:
@@ -168,38 +110,23 @@ class FakeWorker:
             await self.bus.publish(subjects.instance_status(self.id), self.status())
 
     def status(self) -> m.InstanceStatus:
-        held = [
-            m.Held(
-                request_id=request_id,
-                attempt=assign.attempt,
-                canvas_tokens=assign.request.canvas_tokens,
-                block_size=assign.request.block_size,
-                cache=assign.request.cache,
-                blocks_done=0,
-            )
-            for request_id, assign in self.held.items()
-        ]
-        return m.InstanceStatus(
-            instance_id=self.id,
-            node_id="node-1",
-            model="test-model",
-            tp_degree=1,
+        return builders.make_status(
+            self.id,
+            [builders.make_held(assign.request, assign.attempt) for assign in self.held.values()],
             sent_at=time.time(),
             epoch=max((assign.epoch for assign in self.assigns), default=0),
             draining=self.draining,
             max_requests=self.max_requests,
             kv_tokens=self.kv_tokens,
-            held=held,
         )
 
     async def write(self, request_id: str, state: m.State, blocks_done: int = 1, **fields: Any) -> int:
         """Writes the record after the last one it knows. Raises Overtaken."""
         assign = self.held[request_id]
-        record = m.ProgressRecord(
-            request_id=request_id,
-            gateway_id=assign.request.gateway_id,
+        record = builders.make_record(
+            assign.request,
+            state,
             attempt=assign.attempt,
-            state=state,
             holder=self.id,
             epoch=assign.epoch,
             blocks_done=blocks_done,

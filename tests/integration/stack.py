@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,7 @@ import psutil
 from contracts import subjects
 from contracts.messages import InstanceStatus, NodeStatus, StatusAsk
 from services.bus import Bus, NatsSettings
-from tests.conftest import free_port
-
-ROOT = Path(__file__).parents[2]
-
-
-async def until(condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
-    """Returns once the condition holds. Fails after `limit_s` seconds."""
-    give_up_at = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < give_up_at, f"after {limit_s:g} s still not: {what}"
-        await asyncio.sleep(0.01)
-
+from tests.processes import ROOT, free_port, plain_environment
 
 # --- the stack ----------------------------------------------------------------------------------------------------
 
@@ -178,11 +167,6 @@ def running_stack(folder: Path, profile: Path, workers: int = 2) -> Iterator[Sta
         yield stack
     finally:
         stack.stop()
-
-
-def plain_environment(**more: str) -> dict[str, str]:
-    """This process's environment without what configures a stack."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TEDISERVE_")} | more
 
 
 # --- clients ------------------------------------------------------------------------------------------------------

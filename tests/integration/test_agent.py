@@ -2,32 +2,17 @@
 
 import signal
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
-import pytest_asyncio
 
 from contracts import messages as m
-from services.bus import Bus
-from tests.conftest import NatsServer
-from tests.integration.worker_stage import Process, Served, Stage, ended, until
+from tests.integration.worker_stage import Stage
+from tests.processes import ServiceProcess, is_gone
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(tmp_path_factory.mktemp("profile"))
-
-
-@pytest_asyncio.fixture
-async def stage(bus: Bus, nats_server: NatsServer, tmp_path: Path, served: Served) -> AsyncIterator[Stage]:
-    stage = Stage(bus, nats_server.url, tmp_path, served)
-    await stage.begin()
-    with ended(stage):
-        yield stage
 
 
 def states(stage: Stage) -> list[tuple[str, str]]:
@@ -35,11 +20,11 @@ def states(stage: Stage) -> list[tuple[str, str]]:
     return [(instance.instance_id, instance.state) for instance in node.instances] if node else []
 
 
-def children(process: Process) -> list[psutil.Process]:
+def children(process: ServiceProcess) -> list[psutil.Process]:
     return psutil.Process(process.pid).children()
 
 
-async def running_agent(stage: Stage, **settings: object) -> tuple[Process, list[str]]:
+async def running_agent(stage: Stage, **settings: object) -> tuple[ServiceProcess, list[str]]:
     """An agent whose workers are ready, and their ids by slot."""
     agent = stage.start("agent", node_id="node", **settings)
     await until(lambda: [s for _, s in states(stage)] == ["running"] * 2, "both workers are ready", 60)
@@ -74,7 +59,7 @@ async def test_its_death_takes_the_workers_with_it_even_stopped_ones(stage: Stag
     workers = children(agent)
     workers[0].suspend()
     agent.signal(signal.SIGKILL)
-    await until(lambda: not any(_lives(worker) for worker in workers), "they are gone", 10)
+    await until(lambda: all(is_gone(worker.pid) for worker in workers), "they are gone", 10)
 
 
 async def test_asked_to_stop_it_drains_the_workers_and_leaves_nothing_behind(stage: Stage) -> None:
@@ -85,7 +70,7 @@ async def test_asked_to_stop_it_drains_the_workers_and_leaves_nothing_behind(sta
     agent.signal(signal.SIGTERM)
     stage.check_answer(1, await stage.until_state(request, "finished"))
     assert await agent.exit_code() == 0
-    assert not any(_lives(worker) for worker in workers)
+    assert all(is_gone(worker.pid) for worker in workers)
     assert {lost.detail for lost in stage.lost} == {"exit code 0 (stopped)"}
 
 
@@ -95,7 +80,7 @@ async def test_a_worker_that_does_not_stop_is_killed(stage: Stage) -> None:
     workers[0].suspend()
     agent.signal(signal.SIGTERM)
     assert await agent.exit_code() == 0
-    assert not any(_lives(worker) for worker in workers)
+    assert all(is_gone(worker.pid) for worker in workers)
 
 
 async def test_workers_that_cannot_start_are_tried_at_growing_intervals_and_it_says_why(
@@ -106,10 +91,3 @@ async def test_workers_that_cannot_start_are_tried_at_growing_intervals_and_it_s
     (instance,) = stage.nodes["node"].instances
     assert instance.detail == "exit code 2 (wrong configuration)"
     assert instance.restarts >= 2
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -18,8 +18,9 @@ from services import bus as bus_module
 from services.bus import Bus, BusTimeout, NatsSettings, NoResponder, SequenceConflict, StreamFull, trace_parent
 from services.lease import LEASE_TTL_S, Lease, LeaseLost
 from services.progress import Overtaken, subject_of, write_record
+from tests.builders import make_record, make_request
 from tests.conftest import NatsServer
-from tests.integration.scheduler_stage import make_request, until
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -57,11 +58,6 @@ async def follow_requests(
 
 def count_of(counter: Any, *labels: str) -> float:
     return float((counter.labels(*labels) if labels else counter)._value.get())
-
-
-def make_record(**fields: Any) -> m.ProgressRecord:
-    defaults: dict[str, Any] = {"request_id": "r1", "gateway_id": "gw", "attempt": 1, "state": "running", "holder": "a"}
-    return m.ProgressRecord(**(defaults | fields))
 
 
 # --- ephemeral ----------------------------------------------------------------------------------------------------

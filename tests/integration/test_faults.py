@@ -8,9 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,20 +21,10 @@ import pytest_asyncio
 from contracts import subjects
 from contracts.messages import ProgressRecord
 from services.progress import subject_of
-from tests.conftest import free_port
 from tests.integration import random_model
-from tests.integration.stack import (
-    ROOT,
-    Proxy,
-    Stack,
-    Streamed,
-    chat_body,
-    open_client,
-    plain_environment,
-    running_stack,
-    stream,
-    until,
-)
+from tests.integration.gateway_rig import GatewayProcess
+from tests.integration.stack import Proxy, Stack, Streamed, chat_body, open_client, running_stack, stream
+from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -165,10 +152,11 @@ async def assert_some_were_lost_once(stack: Stack, calls: Calls) -> None:
 async def until_purged(stack: Stack) -> None:
     """No request is open any more."""
     async with stack.bus() as bus:
-        give_up_at = time.monotonic() + 20
-        while (left := await bus.last(subjects.REQUESTS, "req.*", Any)) is not None:
-            assert time.monotonic() < give_up_at, f"still open: {left}"
-            await asyncio.sleep(0.05)
+
+        async def none_is_open() -> bool:
+            return await bus.last(subjects.REQUESTS, "req.*", Any) is None
+
+        await until(none_is_open, "no request is open", limit_s=20)
 
 
 @pytest_asyncio.fixture(autouse=True)
@@ -263,58 +251,28 @@ async def test_worker_stopped_for_a_moment_keeps_its_requests(stack: Stack) -> N
 # --- the gateway's line -------------------------------------------------------------------------------------------
 
 
-class SecondGateway:
+class SecondGateway(GatewayProcess):
     """Another gateway of the same stack, whose line to NATS goes through a proxy."""
 
-    def __init__(self, stack: Stack, folder: Path) -> None:
-        self._stack = stack
-        self._log = folder / "gateway.log"
-        self.proxy = Proxy(stack.nats_port)
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    async def start(self) -> None:
-        await self.proxy.start()
-        environment = plain_environment(
-            TEDISERVE_NATS_URL=f"nats://127.0.0.1:{self.proxy.port}",
-            TEDISERVE_GATEWAY_PORT=str(self.port),
-            TEDISERVE_GATEWAY_PROFILE=str(self._stack.profile),
-        )
-        self._process = self._start_process(environment)
-        async with httpx.AsyncClient() as client:
-            give_up_at = time.monotonic() + 30
-            while not await self._is_ready(client):
-                assert time.monotonic() < give_up_at, self._log.read_text()
-                await asyncio.sleep(0.05)
-
-    def _start_process(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "services.gateway"]
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-
-    async def _is_ready(self, client: httpx.AsyncClient) -> bool:
-        try:
-            return (await client.get(f"{self.url}/health/ready")).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    async def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            await asyncio.to_thread(self._process.wait, 20)
-        await self.proxy.stop()
-        assert "Traceback" not in self._log.read_text(), self._log.read_text()
+    def __init__(self, stack: Stack, folder: Path, proxy: Proxy) -> None:
+        super().__init__(folder, f"nats://127.0.0.1:{proxy.port}", profile=stack.profile)
+        self.proxy = proxy
 
 
 @pytest_asyncio.fixture
 async def gateway(stack: Stack, tmp_path: Path) -> AsyncIterator[SecondGateway]:
-    second = SecondGateway(stack, tmp_path)
+    proxy = Proxy(stack.nats_port)
+    await proxy.start()
+    second = SecondGateway(stack, tmp_path, proxy)
+    second.start()
     try:
-        await second.start()
+        await second.until_ready()
         yield second
     finally:
-        await second.stop()
+        second.signal(signal.SIGTERM)
+        await second.exit_code()
+        await proxy.stop()
+    assert "Traceback" not in second.log, second.log
 
 
 async def test_the_gateways_connection_is_cut(stack: Stack, gateway: SecondGateway) -> None:

@@ -16,12 +16,14 @@ import pytest
 import pytest_asyncio
 
 from contracts import subjects
-from contracts.messages import GatewayStatus, GenerateRequest, ProgressRecord, StatusAsk
+from contracts.messages import GatewayStatus, GenerateRequest, StatusAsk
 from services.bus import NatsSettings
 from services.gateway.config import GatewayConfig
 from services.gateway.http import build_app
+from tests.builders import make_record
 from tests.conftest import NatsServer
-from tests.integration.gateway_rig import MODEL, Play, Rig, run_gateway, run_rig, until
+from tests.integration.gateway_rig import MODEL, Play, Rig, run_gateway, run_rig
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -90,13 +92,6 @@ def contents(events: list[Any], choice: int = 0) -> list[str]:
 def request_id_of(events: list[Any]) -> str:
     request_id: str = events[0]["id"].removeprefix("chatcmpl-")
     return request_id
-
-
-async def until_it_is(read: Callable[[], Awaitable[object]], wanted: object) -> None:
-    """Raises TimeoutError where it never is."""
-    async with asyncio.timeout(10):
-        while await read() != wanted:  # noqa: ASYNC110 - what is read is another process's
-            await asyncio.sleep(0.05)
 
 
 def check_error(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -397,10 +392,10 @@ async def test_without_an_instance_for_long_it_is_503(start: StartRig, client: h
 
     url = rig.url + "/v1/chat/completions"
 
-    async def status() -> int:
-        return (await client.post(url, json=CHAT)).status_code
+    async def is_503() -> bool:
+        return (await client.post(url, json=CHAT)).status_code == 503
 
-    await until_it_is(status, 503)
+    await until(is_503)
     response = await client.post(rig.url + "/v1/chat/completions", json=CHAT)
     assert check_error(response, 503)["code"] == "no_instance"
     assert response.headers["retry-after"]
@@ -659,6 +654,15 @@ async def test_a_repeat_at_another_gateway_attaches_too(
 # --- results -----------------------------------------------------------------------------------------------------
 
 
+async def until_it_says(client: httpx.AsyncClient, url: str, text: str) -> None:
+    """The result's first choice."""
+
+    async def says_so() -> bool:
+        return bool((await client.get(url)).json()["choices"][0]["message"]["content"] == text)
+
+    await until(says_so, text)
+
+
 async def test_a_result_can_be_read_while_it_runs_and_after(rig: Rig, client: httpx.AsyncClient) -> None:
     done = asyncio.Event()
     says(rig, "abcdef#hijklmnop", ending=done.is_set)
@@ -667,11 +671,7 @@ async def test_a_result_can_be_read_while_it_runs_and_after(rig: Rig, client: ht
     (call_id,) = rig.cluster.seen
     url = f"{rig.url}/v1/results/chatcmpl-{call_id}"
 
-    async def text() -> str:
-        content: str = (await client.get(url)).json()["choices"][0]["message"]["content"]
-        return content
-
-    await until_it_is(text, "abcdef#h")
+    await until_it_says(client, url, "abcdef#h")
     running = (await client.get(url)).json()
     assert (running["state"], running["choices"][0]["finish_reason"], running["error"]) == ("running", None, None)
     done.set()
@@ -717,16 +717,12 @@ async def test_a_result_tells_the_cause_and_all_text(rig: Rig, client: httpx.Asy
     await until(lambda: len(rig.cluster.seen) == 2)
     call_id = min(rig.cluster.seen, key=len)
 
-    async def text() -> str:
-        result = (await client.get(f"{rig.url}/v1/results/{call_id}")).json()
-        content: str = result["choices"][0]["message"]["content"]
-        return content
-
-    await until_it_is(text, "abcdefghijklmnop")
+    url = f"{rig.url}/v1/results/{call_id}"
+    await until_it_says(client, url, "abcdefghijklmnop")
     go_on.set()
     check_error(await call, 500)
     await until(lambda: len(rig.cluster.final) == 2)
-    result = (await client.get(f"{rig.url}/v1/results/{call_id}")).json()
+    result = (await client.get(url)).json()
     assert (result["state"], result["error"]["code"]) == ("failed", "engine_error")
     assert [choice["message"]["content"] for choice in result["choices"]] == ["abcdefghijklmnop", "ab"]
 
@@ -819,10 +815,10 @@ async def test_a_gateway_tells_that_it_lives_each_second_and_when_asked(rig: Rig
     heard: list[GatewayStatus] = []
     await rig.cluster.bus.subscribe("status.gateway.*", GatewayStatus, heard.append)
     await rig.cluster.bus.flush()
-    await until(lambda: len(heard) >= 2, 5)
+    await until(lambda: len(heard) >= 2, limit_s=5)
     count = len(heard)
     await rig.cluster.bus.publish(subjects.STATUS_ASK, StatusAsk())
-    await until(lambda: len(heard) > count, 0.9)
+    await until(lambda: len(heard) > count, limit_s=0.9)
     assert {status.gateway_id for status in heard} == {rig.gateway.service.gateway_id}
 
 
@@ -835,6 +831,6 @@ async def test_malformed_records_are_ignored(rig: Rig, client: httpx.AsyncClient
     await bus.append(subjects.progress(gateway_id, "other"), {"no": "record"})
     await bus.append(
         subjects.progress(gateway_id, "liar"),
-        ProgressRecord(request_id=next(iter(rig.cluster.seen)), gateway_id=gateway_id, attempt=1, state="failed"),
+        make_record(next(iter(rig.cluster.seen.values())), "failed"),
     )
     assert (await call).json()["choices"][0]["message"]["content"] == "hello world"

@@ -1,10 +1,7 @@
 """The gateway as its own process: how it starts, how it stops."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,9 +10,10 @@ import pytest
 import pytest_asyncio
 
 from services.bus import Bus
-from tests.conftest import NatsServer, free_port
-from tests.integration.gateway_rig import MODEL, Cluster, Play, build_tokenizer, until, write_profile
-from tests.integration.test_gateway import contents, events_of, until_it_is
+from tests.conftest import NatsServer
+from tests.integration.gateway_rig import MODEL, Cluster, GatewayProcess, Play, build_tokenizer, write_profile
+from tests.integration.test_gateway import contents, events_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -23,60 +21,12 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "say it"}]}
 TEXT = "abcdefghijklmnopqrstuvwxyz"
 
 
-class GatewayProcess:
-    """`python -m services.gateway` with settings from the environment."""
-
-    def __init__(self, folder: Path, nats_url: str, **settings: object) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log_file = folder / f"gateway-{self.port}.log"
-        defaults = {"port": self.port, "profile": folder / "profile"}
-        self._environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("TEDISERVE_")},
-            **{f"TEDISERVE_GATEWAY_{name.upper()}": str(value) for name, value in {**defaults, **settings}.items()},
-            "TEDISERVE_NATS_URL": nats_url,
-        }
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with self.log_file.open("ab") as log:
-            command = [sys.executable, "-m", "services.gateway"]
-            self.process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
-
-    @property
-    def log(self) -> str:
-        return self.log_file.read_text()
-
-    async def until_ready(self) -> None:
-        async def ready() -> bool:
-            assert self.process is not None
-            assert self.process.poll() is None, self.log
-            async with httpx.AsyncClient() as client:
-                try:
-                    return (await client.get(self.url + "/health/ready")).status_code == 200
-                except httpx.TransportError:
-                    return False
-
-        await until_it_is(ready, True)
-
-    async def ended(self, limit_s: float = 20.0) -> int:
-        """Its exit code."""
-        assert self.process is not None
-        await until(lambda: self.process is not None and self.process.poll() is not None, limit_s)
-        return self.process.wait()
-
-    def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(10)
-
-
 @pytest.fixture
 def gateway(nats_server: NatsServer, tmp_path: Path) -> Iterator[GatewayProcess]:
     write_profile(tmp_path / "profile")
     process = GatewayProcess(tmp_path, nats_server.url)
     yield process
-    process.stop()
+    process.kill()
     assert "Traceback" not in process.log
 
 
@@ -98,12 +48,11 @@ async def test_asked_to_stop_it_lets_streams_finish_and_takes_no_more(
         url = gateway.url + "/v1/chat/completions"
         call = asyncio.create_task(client.post(url, json={**CHAT, "stream": True}))
         await until(lambda: cluster.seen)
-        assert gateway.process is not None
-        gateway.process.send_signal(signal.SIGTERM)
+        gateway.signal(signal.SIGTERM)
         events = events_of((await call).text)
         assert "".join(contents(events)) == TEXT
         assert events[-1] == "[DONE]"
-        assert await gateway.ended() == 0
+        assert await gateway.exit_code() == 0
         with pytest.raises(httpx.TransportError):
             await client.get(gateway.url + "/health/live")
 
@@ -114,7 +63,6 @@ async def test_what_does_not_finish_in_time_is_cancelled_and_its_client_told(
     ids = build_tokenizer().encode(TEXT).ids
     cluster.script = lambda request: Play(ids, forever=True)
     impatient = GatewayProcess(tmp_path, nats_server.url, drain_limit_s=0.5)
-    gateway.log_file.touch()
     impatient.start()
     try:
         await impatient.until_ready()
@@ -123,16 +71,15 @@ async def test_what_does_not_finish_in_time_is_cancelled_and_its_client_told(
             streamed = asyncio.create_task(client.post(url, json={**CHAT, "stream": True}))
             whole = asyncio.create_task(client.post(url, json=CHAT))
             await until(lambda: len(cluster.seen) == 2)
-            assert impatient.process is not None
-            impatient.process.send_signal(signal.SIGTERM)
+            impatient.signal(signal.SIGTERM)
             assert events_of((await streamed).text)[-1]["error"]["code"] == "gateway_lost"
             assert (await whole).status_code == 503
-        assert await impatient.ended() == 0
+        assert await impatient.exit_code() == 0
         await until(lambda: len(cluster.final) == 2)
         assert {record.reason for record in cluster.final.values()} == {"gateway_lost"}
         assert "Traceback" not in impatient.log
     finally:
-        impatient.stop()
+        impatient.kill()
 
 
 async def test_a_call_with_a_key_outlives_its_gateway(
@@ -148,11 +95,9 @@ async def test_a_call_with_a_key_outlives_its_gateway(
     async with httpx.AsyncClient(timeout=30) as client:
         lost = asyncio.create_task(client.post(gateway.url + "/v1/chat/completions", json=CHAT, headers=key))
         await until(lambda: cluster.seen)
-        assert gateway.process is not None
-        gateway.process.kill()
+        gateway.kill()
         with pytest.raises(httpx.TransportError):
             await lost
-        gateway.process.wait(10)
         gateway.start()
         await gateway.until_ready()
         again = asyncio.create_task(client.post(gateway.url + "/v1/chat/completions", json=CHAT, headers=key))
@@ -165,7 +110,7 @@ async def test_a_busy_port_is_named(gateway: GatewayProcess) -> None:
     listener = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", gateway.port)
     async with listener:
         gateway.start()
-        assert await gateway.ended() == 1
+        assert await gateway.exit_code() == 1
     assert f"port {gateway.port} on 127.0.0.1 is in use" in gateway.log
 
 
@@ -184,6 +129,6 @@ async def test_a_wrong_setting_is_named(
     write_profile(tmp_path / "profile")
     process = GatewayProcess(tmp_path, nats_server.url, **settings)
     process.start()
-    assert await process.ended() == 2
+    assert await process.exit_code() == 2
     assert said in process.log
     assert "Traceback" not in process.log

@@ -14,7 +14,8 @@ from contracts import codec, subjects
 from contracts import messages as m
 from contracts.subjects import CHANNELS, Channel, channels_heard_by
 from tests.integration import random_model
-from tests.integration.stack import Stack, chat_body, open_client, running_stack, until
+from tests.integration.stack import Stack, chat_body, open_client, running_stack
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,11 @@ from contracts import messages as m
 from contracts import subjects
 from services.bus import Bus, new_trace_parent, trace_parent
 from services.progress import Overtaken
-from tests.conftest import NatsServer, free_port
-from tests.integration.scheduler_stage import FakeWorker, SchedulerProcess, Stage, make_request, until
+from tests.builders import make_record, make_status
+from tests.conftest import NatsServer
+from tests.integration.scheduler_stage import FakeWorker, SchedulerProcess, Stage, make_request
+from tests.processes import free_port
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -148,8 +151,7 @@ async def test_lost_three_times_a_request_fails(stage: Stage) -> None:
     record = await stage.record_in_state("r1", "failed")
     assert (record.reason, record.attempt) == ("worker_lost", 3)
     await until(lambda: stage.is_purged("r1"))
-    assert scheduler.process is not None
-    assert scheduler.process.poll() is None
+    assert scheduler.runs
 
 
 async def test_a_second_scheduler_stands_by_and_takes_over(stage: Stage) -> None:
@@ -165,8 +167,7 @@ async def test_a_second_scheduler_stands_by_and_takes_over(stage: Stage) -> None
     assert time.monotonic() - killed_at < 8  # time to live, one try more, the grace for the one that waits
     assert worker.held["r2"].epoch > worker.held["r1"].epoch
     assert len(worker.assigns) == 2
-    assert second.process is not None
-    assert second.process.poll() is None
+    assert second.runs
 
 
 async def test_a_scheduler_asked_to_stop_hands_over_without_delay(stage: Stage) -> None:
@@ -242,7 +243,7 @@ async def test_a_request_cancelled_by_its_gateway_is_purged(stage: Stage) -> Non
     stage.scheduler()
     await a_running_request(stage, worker, "r1")
     await stage.submit(make_request("r2"))
-    cancelled = m.ProgressRecord(request_id="r1", gateway_id="gw-1", attempt=1, state="cancelled", reason="client_gone")
+    cancelled = make_record("r1", "cancelled", gateway_id="gw-1", reason="client_gone")
     seq = worker.seqs["r1"]
     await stage.bus.append(subjects.progress("gw-1", "r1"), cancelled, after_seq=seq)
     await stage.bus.publish(subjects.cancel("r1"), m.Cancel(request_id="r1"))
@@ -343,18 +344,7 @@ async def test_a_clock_is_warned_about_and_late_messages_are_not(stage: Stage) -
 
     async def say(instance_id: str, ages_s: list[float]) -> None:
         for age_s in ages_s:
-            status = m.InstanceStatus(
-                instance_id=instance_id,
-                node_id="node",
-                model="test-model",
-                tp_degree=1,
-                sent_at=time.time() - age_s,
-                max_requests=1,
-                kv_tokens=1000,
-                epoch=0,
-                draining=False,
-                held=[],
-            )
+            status = make_status(instance_id, sent_at=time.time() - age_s)
             await stage.bus.publish(subjects.instance_status(instance_id), status)
 
     async def warned() -> bool:

@@ -4,17 +4,14 @@ import asyncio
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 
 from contracts import messages as m
 from contracts import subjects
-from services.bus import Bus
 from services.denoiser import worker as worker_module
 from services.denoiser.config import WorkerConfig
 from services.denoiser.engine import Engine, StepResult
@@ -23,22 +20,10 @@ from services.profile import Profile, load_profile
 from services.progress import write_record
 from services.runtime import Runtime
 from tests.conftest import NatsServer
-from tests.integration.worker_stage import BLOCK, EPOCH, MAX_TOKENS, Served, Stage, ended, until
+from tests.integration.worker_stage import BLOCK, EPOCH, MAX_TOKENS, Served, Stage
+from tests.waiting import until
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(tmp_path_factory.mktemp("profile"))
-
-
-@pytest_asyncio.fixture
-async def stage(bus: Bus, nats_server: NatsServer, tmp_path: Path, served: Served) -> AsyncIterator[Stage]:
-    stage = Stage(bus, nats_server.url, tmp_path, served)
-    await stage.begin()
-    with ended(stage):
-        yield stage
 
 
 # --- running ------------------------------------------------------------------------------------------------------
@@ -236,7 +221,7 @@ async def test_a_worker_that_was_stopped_finds_itself_shut_out(stage: Stage) -> 
         await stage.assign("w-0", one)
     await stage.until_blocks(request, 1)
     process.signal(signal.SIGSTOP)
-    stored = await stage.bus.last(subjects.PROGRESS, subjects.progress("gw-test", request.request_id), m.ProgressRecord)
+    stored = await stage.bus.last(subjects.PROGRESS, subjects.progress_of_request(request.request_id), m.ProgressRecord)
     assert stored is not None
     lost = replace(stored.message, attempt=2, state="released", holder="", reason="worker_lost")
     await write_record(stage.bus, lost, after_seq=stored.seq, limit_s=5)
@@ -244,7 +229,7 @@ async def test_a_worker_that_was_stopped_finds_itself_shut_out(stage: Stage) -> 
     stage.check_answer(1, await stage.until_state(other, "finished"))
     await until(lambda: not stage.held_by("w-0"), "it has dropped the request")
     assert stage.newest(request) == lost
-    assert "overtaken" in process.output()
+    assert "overtaken" in process.log
 
 
 async def test_a_higher_attempt_of_what_it_runs_replaces_it(stage: Stage) -> None:
@@ -280,7 +265,7 @@ async def test_garbage_on_its_subjects_is_ignored(stage: Stage) -> None:
     request = stage.served.request(0)
     assert await stage.assign("w-0", request) == m.Accepted()
     stage.check_answer(0, await stage.until_state(request, "finished"))
-    assert process.output().count("malformed message on inst.w-0.assign") == 1, "said once"
+    assert process.log.count("malformed message on inst.w-0.assign") == 1, "said once"
 
 
 class _Poisoned(Engine):
@@ -312,7 +297,7 @@ async def test_an_error_in_the_engine_ends_the_worker(
 async def test_a_wrong_profile_ends_it_with_the_reason(stage: Stage, tmp_path: Path) -> None:
     process = stage.start("worker", profile=tmp_path / "nowhere")
     assert await process.exit_code() == 2
-    assert "nowhere" in process.output()
+    assert "nowhere" in process.log
 
 
 async def test_missing_weights_end_it_with_the_reason(stage: Stage, tmp_path: Path) -> None:
@@ -321,7 +306,7 @@ async def test_missing_weights_end_it_with_the_reason(stage: Stage, tmp_path: Pa
     (folder / "model" / "model.safetensors").unlink()
     process = stage.start("worker", profile=folder)
     assert await process.exit_code() == 2
-    assert "model.safetensors is missing" in process.output()
+    assert "model.safetensors is missing" in process.log
 
 
 # --- draining -----------------------------------------------------------------------------------------------------
@@ -381,7 +366,7 @@ async def test_draining_ends_at_its_limit(stage: Stage) -> None:
         await stage.assign("w-0", request)
     process.signal(signal.SIGTERM)
     assert await process.exit_code(10) == 0
-    assert "drain_limit" in process.output()
+    assert "drain_limit" in process.log
 
 
 async def test_an_idle_worker_stops_at_once(stage: Stage) -> None:
@@ -392,6 +377,6 @@ async def test_an_idle_worker_stops_at_once(stage: Stage) -> None:
 
 async def test_a_worker_can_be_stopped_while_it_loads(stage: Stage) -> None:
     process = stage.start("worker", instance_id="w-0")
-    await until(lambda: "loading" in process.output(), "it loads")
+    await until(lambda: "loading" in process.log, "it loads")
     process.signal(signal.SIGTERM)
     assert await process.exit_code(30) == 0

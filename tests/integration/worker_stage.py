@@ -1,15 +1,7 @@
-"""A stage for real worker and agent processes: a profile with random weights, and a test that plays the scheduler.
+"""A stage for real worker and agent processes: a profile with random weights, and a test that plays the scheduler."""
 
-Nothing waits for luck: `until` polls a condition with a deadline.
-"""
-
-import asyncio
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,21 +15,14 @@ from services.denoiser.engine import Engine, Job, Threshold
 from services.denoiser.instance import build_engine
 from services.gateway.text import load_codec
 from services.profile import load_profile
+from tests.builders import make_request
 from tests.integration import random_model
+from tests.processes import ServiceProcess
+from tests.waiting import until
 
-ROOT = Path(__file__).parents[2]
 BLOCK = random_model.BLOCK_SIZE
 MAX_TOKENS = 4 * BLOCK
 EPOCH = 3
-
-
-async def until(condition: Callable[[], Any], what: str, limit_s: float = 30.0) -> Any:
-    """The first true value of the condition. Fails after `limit_s` seconds."""
-    give_up_at = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < give_up_at, f"after {limit_s:g} s still not: {what}"
-        await asyncio.sleep(0.005)
-    return value
 
 
 class Served:
@@ -60,16 +45,14 @@ class Served:
         now = time.time()
         values = {
             "request_id": f"request-{number}",
-            "gateway_id": "gw-test",
             "model": random_model.MODEL,
             "prompt_ids": self.prompts[number],
             "max_tokens": MAX_TOKENS,
             "block_size": BLOCK,
-            "cache": "dual",
             "created_at": now,
             "expires_at": now + limit_s,
         } | changes
-        return m.GenerateRequest(**values)
+        return make_request(**values)
 
     def answer(self, number: int) -> list[int]:
         """What must come out, alone or in a batch, moved or not."""
@@ -90,41 +73,6 @@ class Served:
         return self._answers[number]
 
 
-class Process:
-    """`python -m services.denoiser worker` or `agent`, its output in a file."""
-
-    def __init__(self, command: str, folder: Path, environment: dict[str, str]) -> None:
-        self.console = folder / f"{command}-{time.monotonic_ns()}.txt"
-        own = {key: value for key, value in os.environ.items() if not key.startswith("TEDISERVE_")}
-        with self.console.open("wb") as console:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.denoiser", command],
-                cwd=ROOT,
-                env={**own, "OMP_NUM_THREADS": "1", **environment},
-                stdout=console,
-                stderr=console,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    async def exit_code(self, limit_s: float = 30.0) -> int:
-        await until(lambda: self.process.poll() is not None, f"the process exits:\n{self.output()}", limit_s)
-        return int(self.process.returncode)
-
-    def output(self) -> str:
-        return self.console.read_text(errors="replace")
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
-
-
 class Stage:
     """What the test hears, and what it says as the scheduler. Ends the processes that it started."""
 
@@ -136,7 +84,7 @@ class Stage:
         self.nodes: dict[str, m.NodeStatus] = {}
         self.lost: list[m.InstanceLost] = []
         self.reports: list[m.Report] = []
-        self.processes: list[Process] = []
+        self.processes: list[ServiceProcess] = []
 
     async def begin(self) -> None:
         follower = await self.bus.follow(subjects.PROGRESS, "prog.*.*", m.ProgressRecord, self._on_record)
@@ -155,28 +103,27 @@ class Stage:
 
     # --- processes ---
 
-    def start(self, command: str, **settings: object) -> Process:
-        """Starts it with these settings of its own table."""
-        environment = {"TEDISERVE_NATS_URL": self.nats_url}
+    def start(self, command: str, **settings: object) -> ServiceProcess:
+        """`worker` or `agent`, with these settings of its own table."""
+        log_file = self.folder / f"{command}-{len(self.processes)}.log"
         values = {"profile": self.served.folder, **settings}
-        for key, value in values.items():
-            environment[f"TEDISERVE_{command.upper()}_{key.upper()}"] = str(value)
-        process = Process(command, self.folder, environment)
+        process = ServiceProcess(f"services.denoiser {command}", log_file, self.nats_url, **values)
+        process.start()
         self.processes.append(process)
         return process
 
-    async def worker(self, instance_id: str, **settings: object) -> Process:
+    async def worker(self, instance_id: str, **settings: object) -> ServiceProcess:
         """A worker that is ready."""
         process = self.start("worker", instance_id=instance_id, node_id="node", **settings)
-        await until(lambda: instance_id in self.statuses or process.process.poll() is not None, "it is ready", 60)
-        assert process.process.poll() is None, process.output()
+        await until(lambda: instance_id in self.statuses or not process.runs, "it is ready", 60)
+        assert process.runs, process.log
         return process
 
     def end(self) -> None:
         for process in self.processes:
-            process.end()
+            process.kill()
         for process in self.processes:
-            assert "Traceback" not in process.output(), process.output()
+            assert "Traceback" not in process.log, process.log
 
     # --- as the scheduler ---
 

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.processes import ROOT, is_gone
+from tests.waiting import wait_until
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc")
 
@@ -43,21 +45,9 @@ asyncio.run(main())
 
 
 def start_parent(folder: Path, what: str) -> subprocess.Popen[bytes]:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder), what], cwd=Path(__file__).parents[3])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder), what], cwd=ROOT)
     wait_until((folder / "up").exists)
     return parent
-
-
-def wait_until(condition: object, limit_s: float = 20.0) -> None:
-    assert callable(condition)
-    give_up_at = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "it did not come to that"
-        time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @linux_only
