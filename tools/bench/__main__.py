@@ -1,21 +1,25 @@
 """python -m tools.bench: starts stacks of its own, measures, prints Markdown for BENCHMARKS.md.
 
-1. Throughput by number of concurrent requests, then gateway overhead on the idle stack, with two workers.
+1. Throughput by number of concurrent requests, then gateway overhead on the idle stack, then how soon clients that hang
+   up free their slots, with two workers.
 2. Step overhead of one worker: with the machine's cores free, and with the whole stack on one core.
 Run it on an otherwise idle machine; the ratios travel, the absolute numbers do not.
 """
 
 import argparse
+import asyncio
 import os
 import platform
 import statistics
 from pathlib import Path
 
+from tools.bench.hangups import NUM_CLIENTS, hang_ups
 from tools.bench.serving import measure_overhead, measure_throughput, quantile
 from tools.bench.stack import free_ports, running_stack
 from tools.bench.step import StepOverhead, read_overhead
 
 _IN_FLIGHT = (1, 2, 4, 8)
+_HANG_UP_ROUNDS = 5
 
 
 def main() -> None:
@@ -29,7 +33,7 @@ def main() -> None:
 
 
 def _serving(profile: str, count: int) -> None:
-    with running_stack(profile, workers=2) as url:
+    with running_stack(profile, workers=2) as (url, nats_url):
         print("| in flight | requests/s | output tokens/s | against 1 | median s | p95 s | correct |")
         print("|---|---|---|---|---|---|---|")
         alone = None
@@ -47,6 +51,13 @@ def _serving(profile: str, count: int) -> None:
             f" p50 {statistics.median(overhead):.2f} ms, p95 {quantile(overhead, 0.95):.2f} ms\n",
             flush=True,
         )
+        print(f"{NUM_CLIENTS} clients hang up, half of them streaming: from the close to the free slot\n")
+        print("| round | one step, ms | p50 ms | p95 ms | at most ms | p95 within a step and 50 ms |")
+        print("|---|---|---|---|---|---|")
+        for number, r in enumerate(asyncio.run(hang_ups(url, nats_url, _HANG_UP_ROUNDS)), start=1):
+            times = " | ".join(f"{1e3 * seconds:.1f}" for seconds in (r.step_s, r.p50_s, r.p95_s, r.worst_s))
+            print(f"| {number} | {times} | {'yes' if r.is_good else 'no'} |", flush=True)
+        print()
 
 
 def _steps(profile: str, count: int) -> None:
@@ -70,7 +81,7 @@ def _step_overhead(profile: str, count: int) -> StepOverhead:
     (port,) = free_ports(1)
     os.environ["TEDISERVE_WORKER_METRICS_PORT"] = str(port)
     try:
-        with running_stack(profile, workers=1) as url:
+        with running_stack(profile, workers=1) as (url, _):
             measure_throughput(url, count, in_flight=4)
             return read_overhead(f"http://127.0.0.1:{port}/metrics")
     finally:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -16,9 +17,16 @@ _READY_LIMIT_S = 90.0
 _STOP_LIMIT_S = 60.0
 
 
+class Addresses(NamedTuple):
+    """Where a stack is reached."""
+
+    url: str  # of its gateway
+    nats_url: str
+
+
 @contextlib.contextmanager
-def running_stack(profile: str, workers: int) -> Iterator[str]:
-    """Yields the gateway's address once the stack is ready. Raises RuntimeError with its output if it ends before."""
+def running_stack(profile: str, workers: int) -> Iterator[Addresses]:
+    """Yields its addresses once the stack is ready. Raises RuntimeError with its output if it ends before."""
     with tempfile.TemporaryDirectory(prefix="tediserve-bench-") as data:
         command = [sys.executable, "-m", "tools.up", "--profile", profile, "--workers", str(workers), "--data", data]
         http_port, nats_port = free_ports(2)
@@ -29,7 +37,7 @@ def running_stack(profile: str, workers: int) -> Iterator[str]:
             try:
                 url = f"http://127.0.0.1:{http_port}"
                 _wait_until_ready(url, process, Path(output.name))
-                yield url
+                yield Addresses(url, f"nats://127.0.0.1:{nats_port}")
             finally:
                 process.send_signal(signal.SIGINT)
                 process.wait(_STOP_LIMIT_S)
