@@ -16,7 +16,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
-from litestar import Litestar, MediaType, Request, Response, delete, get, post
+from litestar import Litestar, MediaType, Request, Response, get, post, route
 from litestar.enums import ScopeType
 from litestar.exceptions import HTTPException, InternalServerException
 from litestar.params import FromPath
@@ -293,13 +293,12 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
             raise ApiError(404, f"The model '{wanted[:200]}' does not exist.", param="model", code="model_not_found")
         return _model(gateway)
 
-    @get("/v1/results/{result_id:str}", operation_class=ResultOperation)
-    async def get_result(result_id: FromPath[str]) -> dict[str, Any]:
-        return await gateway.result(result_id, cancel=False)
-
-    @delete("/v1/results/{result_id:str}", operation_class=ResultOperation, status_code=200)
-    async def delete_result(result_id: FromPath[str]) -> dict[str, Any]:
-        return await gateway.result(result_id, cancel=True)
+    # one handler for both methods: Litestar's answer to OPTIONS tells only those of a path's first handler
+    @route(
+        "/v1/results/{result_id:str}", http_method=["GET", "DELETE"], operation_class=ResultOperation, status_code=200
+    )
+    async def result(request: Request[Any, Any, Any], result_id: FromPath[str]) -> dict[str, Any]:
+        return await gateway.result(result_id, cancel=request.method == "DELETE")
 
     @get("/health/live", operation_class=ObjectOperation)
     async def live() -> dict[str, Any]:
@@ -324,7 +323,7 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
         return Response(generate_latest(), headers={"content-type": CONTENT_TYPE_LATEST}, media_type=MediaType.TEXT)
 
     app = Litestar(
-        [chat_completions, completions, models, model, get_result, delete_result, live, ready, metrics],
+        [chat_completions, completions, models, model, result, live, ready, metrics],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception, Exception: _on_exception},
         request_max_body_size=gateway.config.max_body_bytes,
         openapi_config=openapi_config(version, _no_page),
@@ -367,7 +366,8 @@ class _Front:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                headers = map(_allow_head, message.get("headers", []))
+                message["headers"] = [*headers, (b"x-request-id", request_id.encode())]
             await send(message)
 
         HTTP_OPEN.inc()
@@ -388,6 +388,12 @@ class _Front:
             line = "%s %s %s after %.0f ms, id %s%s"
             logger.log(level, line, scope["method"], route, outcome, seconds * 1000, request_id, told)
         return None
+
+
+def _allow_head(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    """The header; where it is an `Allow` that names GET, it names HEAD too."""
+    name, value = header
+    return (name, value + b", HEAD") if name.lower() == b"allow" and b"GET" in value else header
 
 
 def _outcome(status: int, client_left: bool) -> str:

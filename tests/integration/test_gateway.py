@@ -768,6 +768,25 @@ async def test_head_tells_what_get_would(rig: Rig, client: httpx.AsyncClient) ->
     assert (await client.head(rig.url + "/nowhere")).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/chat/completions", {"POST", "OPTIONS"}),
+        ("/v1/models", {"GET", "HEAD", "OPTIONS"}),
+        ("/v1/results/0", {"GET", "HEAD", "DELETE", "OPTIONS"}),
+        ("/metrics", {"GET", "HEAD", "OPTIONS"}),
+    ],
+)
+async def test_allow_names_what_a_path_answers(
+    rig: Rig, client: httpx.AsyncClient, path: str, methods: set[str]
+) -> None:
+    for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+        response = await client.request(method, rig.url + path)
+        assert (response.status_code == 405) == (method not in methods)
+        if response.status_code == 405 or method == "OPTIONS":
+            assert set(response.headers["allow"].split(", ")) == methods
+
+
 async def test_one_envelope_for_every_error(start: StartRig, client: httpx.AsyncClient) -> None:
     rig = await start(max_body_bytes=2048)
     url = rig.url + "/v1/chat/completions"
