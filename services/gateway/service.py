@@ -62,11 +62,9 @@ ADMISSION_S = Histogram(
 class LiveCall:
     """A call that this process answers: its state, and what has happened that it has not taken in yet."""
 
-    def __init__(self, call_id: str, state: CallState, bases: list[ProgressRecord], *, attached: bool) -> None:
-        self.call_id = call_id
+    def __init__(self, state: CallState, bases: list[ProgressRecord]) -> None:
         self.state = state
         self.bases = bases  # of each choice: what stands if no record is known
-        self.attached = attached
         self.followers: list[Follower] = []
         self.timer: asyncio.TimerHandle | None = None
         self._newest: dict[int, RecordSeen] = {}
@@ -201,7 +199,7 @@ class GatewayService:
 
     async def open(self, call: Call) -> LiveCall:
         """Puts the call's requests on the bus. Raises ApiError: then none of them runs on."""
-        live = self._enter(call, attached=False)
+        live = self._enter(call)
         started_at = time.monotonic()
         perhaps_stored: list[ProgressRecord] = []
         try:
@@ -222,7 +220,7 @@ class GatewayService:
 
     async def attach(self, call: Call) -> LiveCall:
         """As `open`, but joins what runs or has run under the call's id. Raises ApiError, also for another body."""
-        live = self._enter(call, attached=True)
+        live = self._enter(call)
         give_up_at = time.monotonic() + self._config.admit_limit_s
         try:
             for index, request in enumerate(call.requests):
@@ -237,10 +235,10 @@ class GatewayService:
         self._set_timer(live, live.bases[0].created_at + self._profile.limits.time_limit_s)
         return live
 
-    def _enter(self, call: Call, *, attached: bool) -> LiveCall:
+    def _enter(self, call: Call) -> LiveCall:
         self.check_open()
         state = CallState(call.facts, self._codec, detached=call.requests[0].detached)
-        live = LiveCall(call.call_id, state, [r.first_record for r in call.requests], attached=attached)
+        live = LiveCall(state, [r.first_record for r in call.requests])
         self._open.add(live)
         OPEN_CALLS.set(len(self._open))
         self._set_timer(live, call.requests[0].expires_at)
