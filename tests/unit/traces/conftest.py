@@ -1,0 +1,73 @@
+"""A profile whose model is small and random, and a recording made with it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.denoiser import random_model
+from tools.traces.reader import Traces, open_traces
+from tools.traces.recorder import RecordJob, record
+
+ROOT = Path(__file__).parents[3]
+TOKENIZER = ROOT / "profiles/tiny-cpu/model"
+PROFILE = """
+model = "random"
+[decoding]
+block_size = 8
+cache = "dual"
+thresholds = [0.2, 0.3, 0.45]
+threshold = 0.3
+max_tokens = 20
+[limits]
+max_context_tokens = 160
+max_output_tokens = 32
+[engine]
+dtype = "float32"
+device = "cpu"
+kv_tokens = 1000
+max_requests = 6
+max_pass_tokens = 512
+"""
+
+
+@pytest.fixture(scope="session")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer and template are the built-in model's; blocks of 8, 20 output tokens, thresholds 0.2, 0.3, 0.45."""
+    folder = tmp_path_factory.mktemp("profile")
+    special = json.loads((TOKENIZER / "config.json").read_text())
+    vocab_size = special["vocab_size"]
+    random_model.write(
+        folder / "model",
+        seed=3,
+        vocab_size=vocab_size,
+        embedding_size=vocab_size,
+        mask_token_id=special["mask_token_id"],
+        # one token in 36 ends an answer, so that some do
+        eos_token_id=list(range(special["eos_token_id"], vocab_size, 36)),
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / "model" / name)
+    (folder / "profile.toml").write_text(PROFILE)
+    return folder
+
+
+@pytest.fixture
+def make_job(profile: Path, tmp_path: Path) -> Callable[..., RecordJob]:
+    """A small job; 5 prompts in shards of 2."""
+
+    def make(**changes: object) -> RecordJob:
+        values = {"profile": profile, "out": tmp_path / "traces", "num_prompts": 5, "prompts_per_shard": 2}
+        return RecordJob(**(values | changes))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def traces(profile: Path, tmp_path_factory: pytest.TempPathFactory) -> Traces:
+    """8 prompts, all caches, all thresholds and schedules."""
+    out = tmp_path_factory.mktemp("traces")
+    record(RecordJob(profile=profile, out=out, num_prompts=8, prompts_per_shard=4, caches=("dual", "prefix", "none")))
+    return open_traces(out)

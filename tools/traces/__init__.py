@@ -1,0 +1,1 @@
+"""Denoising traces: what each step of many requests saw and committed; and replays of it at other thresholds."""
