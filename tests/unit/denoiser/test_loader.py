@@ -17,6 +17,7 @@ from services.denoiser.models import Batch, Model
 from services.denoiser.models.spec import all_parts, layer_parts, needed_bytes, outer_parts
 from services.denoiser.weights import Part, Weights
 from tests.unit.denoiser import random_model
+from tests.unit.denoiser.thread_ranks import on_ranks
 
 IDS = torch.tensor([3, 9, 12, random_model.MASK_ID, 30, random_model.MASK_ID])
 
@@ -253,6 +254,39 @@ def test_too_little_memory_is_told_before_anything_is_loaded(folder: Path, monke
     load_model(folder)
     monkeypatch.setattr("services.denoiser.loader.available_bytes", lambda device: None)  # the system does not say
     load_model(folder)
+
+
+@pytest.mark.parametrize("dream", [False, True], ids=["llada", "dream"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_compute_the_logits_of_one(tmp_path: Path, dream: bool, dtype: str, tolerance: float, size: int) -> None:
+    folder = random_model.write(tmp_path / "model", dream=dream)
+    expected = logits_of(load_model(folder))
+    shares = on_ranks(size, lambda ranks: logits_of(load_model(folder, dtype=dtype, ranks=ranks)))
+    found = torch.cat(shares, dim=-1).float()
+    assert (found - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def test_positions_beyond_the_first_table_are_turned_the_same(tmp_path: Path) -> None:
+    """The table of angles grows with the longest canvas; what was handed out before stays."""
+    model = load_model(random_model.write(tmp_path / "model", dream=True, max_position_embeddings=5000))
+    before = model.rotary([(1000, 1010)])
+    kept = before.clone()
+    after = model.rotary([(4990, 5000), (1000, 1010)])
+    assert torch.equal(after[10:], kept)
+    assert torch.equal(before, kept)
+    frequency = 10000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    expected = torch.outer(torch.arange(4990, 5000, dtype=torch.float64), frequency).cos()
+    torch.testing.assert_close(after[:10, 0, 0, :4].double(), expected, rtol=0, atol=1e-3)  # 5000 radians in float32
+
+
+def test_dream_s_angles_are_rounded_to_the_activations_dtype(tmp_path: Path) -> None:
+    windows = [(0, 50)]
+    for dream, rounded in ((True, True), (False, False)):
+        folder = random_model.write(tmp_path / str(dream), dream=dream)
+        half = load_model(folder, dtype="bfloat16").rotary(windows)
+        assert half.dtype == torch.float32
+        assert torch.equal(half, half.bfloat16().float()) == rounded
 
 
 def test_extra_tensors_are_of_no_concern(folder: Path) -> None:
