@@ -60,7 +60,7 @@ class Group:
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
-        dist.all_gather_into_tensor(gathered, x.contiguous())
+        dist.all_gather(list(gathered), x.contiguous())
         return gathered
 
     def close(self) -> None:
