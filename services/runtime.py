@@ -40,11 +40,11 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Stop(Exception):
-    """Ends the process with an exit code of its own."""
+    """Ends the process with an exit code of its own; `at_once`: and leaves everything as it is, for it might hang."""
 
-    def __init__(self, exit_code: int, why: str) -> None:
+    def __init__(self, exit_code: int, why: str, *, at_once: bool = False) -> None:
         super().__init__(why)
-        self.exit_code = exit_code
+        self.exit_code, self.at_once = exit_code, at_once
 
 
 class Runtime:
@@ -106,7 +106,7 @@ async def every(period_s: float, action: Callable[[], Awaitable[object]]) -> Non
 def main(name: str, serve: Callable[[Runtime], Awaitable[None]], *, metrics_port: int = 0) -> None:
     """Runs the service `serve` as this process and exits. `metrics_port`: Prometheus metrics there; 0: nowhere."""
     try:
-        _set_up_logging(load_section(LogSettings, "log"), name)
+        set_up_logging(name)
         nats_settings = load_section(NatsSettings, "nats")
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -133,6 +133,9 @@ async def _run(
         return 0
     except Stop as stop:
         logger.error("stopping: %s", stop)
+        if stop.at_once:
+            logging.shutdown()
+            os._exit(stop.exit_code)
         drain = False
         return stop.exit_code
     except ConfigError as error:
@@ -185,7 +188,9 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def _set_up_logging(settings: LogSettings, service: str) -> None:
+def set_up_logging(service: str) -> None:
+    """As `[log]` says. Raises ConfigError."""
+    settings = load_section(LogSettings, "log")
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter(service) if settings.format == "json" else _TextFormatter(service))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)

@@ -1,7 +1,9 @@
 """`python -m services.denoiser worker | agent | profile`."""
 
 import argparse
+import logging
 import os
+import signal
 import sys
 from functools import partial
 
@@ -13,12 +15,16 @@ from services.settings import ConfigError, load_section
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.denoiser", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("worker", help="one instance of the model; settings: [worker]")
     commands.add_parser("agent", help="the supervisor of a node's workers; settings: [agent]")
     profile = commands.add_parser("profile", help="measure step latencies and write the profile's latency.json")
     profile.add_argument("--profile", default="profiles/tiny-cpu", help="profile folder (default: %(default)s)")
     profile.add_argument("--quick", action="store_true", help="fewer sizes and repeats: a rough curve in seconds")
+    rank = commands.add_parser("rank")  # without help: only a worker starts one
+    rank.add_argument("--name", required=True, help="in its log")
+    rank.add_argument("--line", type=int, required=True, help="file descriptor of its line to rank 0")
+    rank.add_argument("--parent", type=int, required=True, help="process of rank 0")
     arguments = parser.parse_args()
     try:
         match arguments.command:
@@ -28,6 +34,8 @@ def main() -> None:
                 run_agent()
             case "profile":
                 run_profiler(arguments.profile, quick=arguments.quick)
+            case "rank":
+                run_rank(arguments.name, arguments.line, arguments.parent)
     except ConfigError as error:
         print(f"{arguments.command}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -63,6 +71,20 @@ def run_profiler(folder: str, *, quick: bool) -> None:
     from services.denoiser.profiler import profile_latency
 
     profile_latency(folder, quick=quick)
+
+
+def run_rank(name: str, line_fd: int, parent_pid: int) -> None:
+    from services.denoiser.lifeline import tie_to_parent
+
+    tie_to_parent(parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):  # told to the whole process group: rank 0 has to drain first
+        signal.signal(number, signal.SIG_IGN)
+    runtime.set_up_logging(name)
+    from services.denoiser.ranks import serve
+
+    exit_code = serve(line_fd)
+    logging.shutdown()
+    os._exit(exit_code)  # at once: there is nothing left that could matter
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from services.denoiser.agent_policy import (
     WakeAt,
 )
 from services.denoiser.config import AgentConfig, WorkerConfig, default_node_id, fresh_instance_id
+from services.denoiser.lifeline import describe_exit
 from services.runtime import Runtime, every
 from services.settings import PREFIX, load_section
 
@@ -166,11 +167,3 @@ class Agent:
     async def _wake_at(self, at: float) -> None:
         await asyncio.sleep(at - time.monotonic())
         self._handle(Tick())
-
-
-def describe_exit(code: int) -> str:
-    """Why a process ended, from its exit code; negative: the signal that killed it."""
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    meaning = {0: "stopped", 1: "failed", 2: "wrong configuration"}.get(code)
-    return f"exit code {code}" + (f" ({meaning})" if meaning else "")

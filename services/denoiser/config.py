@@ -19,16 +19,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     status_every_s: float = 1.0
     report_every_ms: float = 50.0  # while requests run; a block's end reports at once
     drain_limit_s: float = 30.0  # from SIGTERM to an exit that leaves requests behind
+    rank_limit_s: float = 10.0  # for which the ranks of a tensor-parallel instance wait for one that hangs
 
     def __post_init__(self) -> None:
         _check_token("instance_id", self.instance_id, limit=80)
         _check_token("node_id", self.node_id)
-        _check_positive(self, "status_every_s", "report_every_ms", "drain_limit_s")
+        _check_positive(self, "status_every_s", "report_every_ms", "drain_limit_s", "rank_limit_s")
         _check_port(self.metrics_port)
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node: a fixed plan of workers, each with tensor-parallel degree 1."""
+    """One node: a fixed plan of workers, each with the tensor-parallel degree of the profile."""
 
     profile: str = "profiles/tiny-cpu"  # folder, handed to the workers
     metrics_port: int = 0  # Prometheus metrics there; 0: nowhere

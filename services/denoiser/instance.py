@@ -1,10 +1,8 @@
-"""From a profile to an engine that is ready: device, threads, size of the K/V pool, first passes.
+"""From a profile to an engine that is ready: ranks, device, threads, size of the K/V pool, first passes.
 
 The pool holds what the profile names; where it names nothing, what `max_requests` of the longest canvases take, as far
-as the free memory allows.
+as the free memory allows. Of several ranks each holds all tokens, and of their keys and values its heads' share.
 """
-
-import os
 
 import torch
 
@@ -12,6 +10,8 @@ from services.denoiser.engine import Engine, EngineConfig, FixedSchedule, Job
 from services.denoiser.kv_pool import kv_bytes_per_token
 from services.denoiser.loader import load_model
 from services.denoiser.models.base import Model
+from services.denoiser.parallel import Alone, Ranks
+from services.denoiser.ranks import ModelSource, RankProcesses, free_bytes
 from services.denoiser.run import Instance
 from services.profile import Profile
 from services.settings import ConfigError
@@ -23,20 +23,41 @@ _WARM_UP_LOADS = ((1, 256), (4, 64))  # requests and the canvas of each, as far 
 _WARM_UP_STEPS = 5
 
 
-def build_engine(profile: Profile) -> Engine:
-    """Loads the profile's model and runs its first passes. Raises ConfigError."""
+def build_engine(profile: Profile, processes: RankProcesses | None = None) -> Engine:
+    """Loads the profile's model and runs its first passes; `processes`: the other ranks, which do the same.
+
+    Raises ConfigError, and RankFailed.
+    """
     torch.set_num_threads(profile.engine.threads)
-    model = load_profile_model(profile)
-    engine = Engine(model, config=engine_config(profile, model))
+    engine = _build_alone(profile) if processes is None else _build_with(profile, processes)
     warm_up(engine)
     return engine
 
 
-def load_profile_model(profile: Profile) -> Model:
-    """The profile's model on its device. Raises ConfigError."""
+def _build_alone(profile: Profile) -> Engine:
+    model = load_profile_model(profile)
+    return Engine(model, config=engine_config(profile, model))
+
+
+def _build_with(profile: Profile, processes: RankProcesses) -> Engine:
+    group = processes.join(model_source(profile))
+    model = load_profile_model(profile, group)
+    return processes.lead(model, engine_config(profile, model, processes.least_free_bytes(model)))
+
+
+def model_source(profile: Profile) -> ModelSource:
+    """Where the ranks find the profile's model. Raises ConfigError."""
     section = profile.engine
+    device = choose_device(section.device)
+    return ModelSource(str(profile.weights_folder), device=device, dtype=section.dtype, threads=section.threads)
+
+
+def load_profile_model(profile: Profile, ranks: Ranks | None = None) -> Model:
+    """The profile's model on its device, or this rank's share of it. Raises ConfigError."""
+    section = profile.engine
+    device = choose_device(section.device)  # of several GPUs the current one, which is the rank's own
     try:
-        return load_model(profile.weights_folder, device=choose_device(section.device), dtype=section.dtype)
+        return load_model(profile.weights_folder, device=device, dtype=section.dtype, ranks=ranks or Alone())
     except ValueError as error:
         raise ConfigError(f"cannot load the model: {error}") from error
 
@@ -50,10 +71,20 @@ def choose_device(wanted: str) -> str:
     return wanted
 
 
-def engine_config(profile: Profile, model: Model) -> EngineConfig:
-    """The engine's sizes. Raises ConfigError where not even one canvas fits."""
-    section = profile.engine
-    kv_tokens = section.kv_tokens or _affordable_kv_tokens(profile, model)
+def engine_config(profile: Profile, model: Model, free: int | None = None) -> EngineConfig:
+    """The engine's sizes, the same on all ranks. `free`: bytes of memory that each has; None: look at its device.
+
+    Raises ConfigError where the pool does not fit, or not even one canvas into it.
+    """
+    section, per_token = profile.engine, _kv_bytes_per_token(model)
+    free = free_bytes(model.device) if free is None else free
+    affordable = int(free * _POOL_SHARE[model.device.type]) // per_token
+    if section.kv_tokens * per_token > free:
+        raise ConfigError(
+            f"engine.kv_tokens = {section.kv_tokens} take {section.kv_tokens * per_token / 2**30:.2f} GiB of memory, "
+            f"{free / 2**30:.2f} GiB are free: name at most {affordable}, or 0"
+        )
+    kv_tokens = section.kv_tokens or min(section.max_requests * profile.limits.max_context_tokens, affordable)
     longest = min(profile.limits.max_context_tokens, model.shape.max_positions)
     if kv_tokens < longest:
         raise ConfigError(f"a K/V pool of {kv_tokens} tokens does not hold one canvas of {longest}")
@@ -65,25 +96,12 @@ def engine_config(profile: Profile, model: Model) -> EngineConfig:
     )
 
 
-def _affordable_kv_tokens(profile: Profile, model: Model) -> int:
+def _kv_bytes_per_token(model: Model) -> int:
+    """On each rank: its model has only its own heads."""
     shape = model.shape
-    bytes_per_token = kv_bytes_per_token(
+    return kv_bytes_per_token(
         num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=model.dtype
     )
-    most = profile.engine.max_requests * profile.limits.max_context_tokens
-    affordable = int(_free_memory(model.device) * _POOL_SHARE[model.device.type]) // bytes_per_token
-    return max(1, min(most, affordable))
-
-
-def _free_memory(device: torch.device) -> int:
-    """In bytes."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not on every system
-        return 2 << 30
 
 
 def warm_up(engine: Engine) -> None:
@@ -138,5 +156,6 @@ def describe(engine: Engine, profile: Profile, *, instance_id: str, node_id: str
         vocab_size=shape.vocab_size,
         mask_id=shape.mask_id,
         eos_ids=frozenset(shape.eos_ids),
+        tp_degree=profile.engine.tp_degree,
         drain_limit_s=drain_limit_s,
     )

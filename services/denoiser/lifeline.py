@@ -1,4 +1,4 @@
-"""Ties a worker to the life of its agent: nobody supervises a worker whose agent is gone."""
+"""Ties a process to the life of its parent, a worker to its agent and a rank to its worker; and how a process ended."""
 
 import ctypes
 import os
@@ -29,3 +29,11 @@ def _watch(parent_pid: int) -> None:
 def _leave_if_orphaned(parent_pid: int) -> None:
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def describe_exit(code: int) -> str:
+    """Why a process ended, from its exit code; negative: the signal that killed it."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    meaning = {0: "stopped", 1: "failed", 2: "wrong configuration"}.get(code)
+    return f"exit code {code}" + (f" ({meaning})" if meaning else "")

@@ -6,7 +6,6 @@ two queues only, so neither NATS nor a slow reader ever delays a step.
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -23,6 +22,8 @@ from services.denoiser.config import WorkerConfig, default_node_id, fresh_instan
 from services.denoiser.engine import Engine
 from services.denoiser.hot_loop import HotLoop, News, Pass
 from services.denoiser.instance import build_engine, describe
+from services.denoiser.plan import RankFailed
+from services.denoiser.ranks import RankProcesses
 from services.denoiser.worker_events import (
     Admit,
     Answer,
@@ -48,7 +49,8 @@ from services.denoiser.worker_events import (
 from services.denoiser.worker_policy import WorkerPolicy
 from services.profile import Profile
 from services.progress import Overtaken, write_record
-from services.runtime import Runtime, every
+from services.runtime import Runtime, Stop, every
+from services.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -87,20 +89,23 @@ class Worker:
         self._news = asyncio.Event()
         self._reportable = asyncio.Event()
         self._hot_loop = HotLoop(
-            functools.partial(build_engine, profile),
+            self._build_engine,
             on_ready=lambda engine: self._from_hot_loop(self._engine.set_result, engine),
             on_news=lambda: self._from_hot_loop(self._news.set),
-            on_failure=lambda error: self._from_hot_loop(self._fail, error),
+            on_failure=self._on_engine_failure,
             threads=profile.engine.threads,
             hand_over_every_s=config.report_every_ms / 1e3,
         )
+        self._ranks: RankProcesses | None = None  # the others, where several share the model
         self._policy: WorkerPolicy  # made once the engine says how large it is
 
     async def run(self) -> None:
         """Until drained after a stop was asked for. Raises what the engine raised."""
         stop_asked = asyncio.create_task(self._runtime.until_stopped())
         logger.info("loading %s", self._profile.weights_folder)
+        self._start_ranks()
         self._hot_loop.start()
+        in_order = True
         try:
             await self._first_of(self._engine, stop_asked)
             if not stop_asked.done():
@@ -109,9 +114,36 @@ class Worker:
                 self._handle(StopAsked())
                 await self._publish_status()
                 await self._exit
+        except RankFailed as failed:
+            in_order = False  # a step may wait for the lost rank for ever
+            raise Stop(1, str(failed), at_once=True) from None
         finally:
             stop_asked.cancel()
+            self._end(in_order)
+
+    def _end(self, in_order: bool) -> None:
+        if in_order:
             self._hot_loop.stop(_STOP_LIMIT_S)
+        if self._ranks is not None:
+            self._ranks.close() if in_order else self._ranks.kill()
+
+    # --- the other ranks ------------------------------------------------------------------------------------------
+
+    def _start_ranks(self) -> None:
+        if (size := self._profile.engine.tp_degree) > 1:
+            self._ranks = RankProcesses(
+                size,
+                limit_s=self._config.rank_limit_s,
+                name=f"worker {self._config.instance_id}".strip(),
+                on_lost=lambda failed: self._from_hot_loop(self._fail, failed),
+            )
+
+    def _build_engine(self) -> Engine:
+        return build_engine(self._profile) if self._ranks is None else build_engine(self._profile, self._ranks)
+
+    def _on_engine_failure(self, error: BaseException) -> None:
+        explained = error if self._ranks is None else self._ranks.explain(error)
+        self._from_hot_loop(self._fail, explained)
 
     async def _first_of(self, *awaited: asyncio.Future[Any]) -> None:
         """Waits for one of them. Raises what made the worker fail."""
@@ -142,9 +174,10 @@ class Worker:
         self._runtime.spawn(every(self._config.status_every_s, self._publish_status), name="status")
         self._runtime.spawn(every(_TICK_S, self._tick), name="clock")
         logger.info(
-            "ready: %s on %s, %d K/V tokens, up to %d requests",
+            "ready: %s on %s, TP degree %d, %d K/V tokens, up to %d requests",
             instance.model,
             engine.model.device,
+            instance.tp_degree,
             instance.kv_tokens,
             instance.max_requests,
         )
@@ -302,7 +335,14 @@ class Worker:
 
 
 def _latency_profile(profile: Profile) -> LatencyProfile | None:
+    """None where there is none. Raises ConfigError where it says nothing about such instances."""
     if not profile.latency_file.exists():
         logger.warning("no latency profile at %s: this instance's drift is not measured", profile.latency_file)
         return None
-    return load_latency(profile.latency_file)
+    latency = load_latency(profile.latency_file)
+    if (degree := profile.engine.tp_degree) not in latency.degrees:
+        raise ConfigError(
+            f"{profile.latency_file} has curves for TP degrees {latency.degrees} and none for engine.tp_degree = "
+            f"{degree}: measure them, `python -m services.denoiser profile`"
+        )
+    return latency

@@ -45,7 +45,15 @@ _TEMPLATE = (
 )
 
 
-def write_profile(folder: Path, *, max_requests: int = 24, disturbance: float = 0.0, seed: int = 0) -> Path:
+def write_profile(
+    folder: Path,
+    *,
+    max_requests: int = 24,
+    kv_tokens: int = 8192,
+    tp_degree: int = 1,
+    disturbance: float = 0.0,
+    seed: int = 0,
+) -> Path:
     """Makes the profile in `folder` and returns that."""
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
@@ -66,7 +74,8 @@ time_limit_s = 100
 dtype = "float32"
 device = "cpu"
 threads = 1
-kv_tokens = 8192
+tp_degree = {tp_degree}
+kv_tokens = {kv_tokens}
 max_requests = {max_requests}
 max_pass_tokens = 2048
 """,
@@ -76,8 +85,8 @@ max_pass_tokens = 2048
         folder / "latency.json",
         "a guess",
         {
-            (1, "recompute"): [(32, 8.0), (128, 15.0), (512, 50.0), (2048, 200.0)],
-            (1, "cache"): [(16, 6.0), (128, 15.0), (512, 50.0)],
+            (tp_degree, "recompute"): [(32, 8.0), (128, 15.0), (512, 50.0), (2048, 200.0)],
+            (tp_degree, "cache"): [(16, 6.0), (128, 15.0), (512, 50.0)],
         },
     )
     _write_config(model)

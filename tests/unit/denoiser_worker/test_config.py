@@ -30,6 +30,7 @@ PURE = {
         (WorkerConfig, "worker", "NODE_ID", "x" * 61),
         (WorkerConfig, "worker", "DRAIN_LIMIT_S", "0"),
         (WorkerConfig, "worker", "METRICS_PORT", "70000"),
+        (WorkerConfig, "worker", "RANK_LIMIT_S", "0"),
         (AgentConfig, "agent", "WORKERS", "-1"),
         (AgentConfig, "agent", "STOP_LIMIT_S", "-3"),
         (AgentConfig, "agent", "BACKOFF_LIMIT_S", "nan"),

@@ -8,7 +8,15 @@ import pytest
 
 from services.costs import load_latency
 from services.denoiser.engine import Engine, StepResult
-from services.denoiser.instance import build_engine, choose_device, describe, warm_up
+from services.denoiser.instance import (
+    build_engine,
+    choose_device,
+    describe,
+    engine_config,
+    load_profile_model,
+    warm_up,
+)
+from services.denoiser.parallel import Alone, Ranks
 from services.denoiser.profiler import plan_loads, profile_latency
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
@@ -35,6 +43,12 @@ max_pass_tokens = 256
 def folder(tmp_path: Path) -> Path:
     random_model.write(tmp_path / "model")
     return tmp_path
+
+
+class _HalfOfTheHeads(Alone):
+    """One of two ranks, as far as loading goes."""
+
+    size = 2
 
 
 def make_profile(folder: Path, *, kv_tokens: int = 600, context: int = 128) -> Profile:
@@ -96,15 +110,36 @@ def test_an_unnamed_pool_takes_what_the_requests_can_need(folder: Path) -> None:
     assert build_engine(make_profile(folder, kv_tokens=0)).config.kv_budget_tokens == 4 * 128
 
 
+BYTES_PER_TOKEN = 2 * 2 * 32 * 4  # layers, keys and values, width, bytes of a number
+
+
+def kv_tokens_given(free: int, profile: Profile, ranks: Ranks | None = None) -> int:
+    return engine_config(profile, load_profile_model(profile, ranks), free).kv_budget_tokens
+
+
 def test_an_unnamed_pool_takes_no_more_memory_than_its_share(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    per_token = 2 * 2 * 32 * 4  # layers, keys and values, width, bytes
-    monkeypatch.setattr("services.denoiser.instance._free_memory", lambda _: 4 * per_token * 200)
+    monkeypatch.setattr("services.denoiser.instance.free_bytes", lambda _: 4 * BYTES_PER_TOKEN * 200)
     assert build_engine(make_profile(folder, kv_tokens=0)).config.kv_budget_tokens == 200
+
+
+def test_each_of_two_ranks_holds_twice_the_tokens_in_the_same_memory(folder: Path) -> None:
+    profile, free = make_profile(folder, kv_tokens=0), 4 * BYTES_PER_TOKEN * 200
+    assert kv_tokens_given(free, profile) == 200
+    assert kv_tokens_given(free, profile, _HalfOfTheHeads()) == 400
 
 
 def test_a_pool_that_does_not_hold_one_canvas_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="K/V pool of 100 tokens"):
         build_engine(make_profile(folder, kv_tokens=100))
+    with pytest.raises(ConfigError, match="K/V pool of 99 tokens"):
+        kv_tokens_given(4 * BYTES_PER_TOKEN * 100 - 1, make_profile(folder, kv_tokens=0))
+
+
+def test_a_named_pool_that_does_not_fit_into_memory_is_refused_with_what_would(folder: Path) -> None:
+    profile = make_profile(folder, kv_tokens=600)
+    assert kv_tokens_given(600 * BYTES_PER_TOKEN, profile) == 600
+    with pytest.raises(ConfigError, match=r"engine.kv_tokens = 600 take .* are free: name at most 149, or 0"):
+        kv_tokens_given(600 * BYTES_PER_TOKEN - 1, profile)
 
 
 def test_a_missing_model_is_a_wrong_setting(tmp_path: Path) -> None:

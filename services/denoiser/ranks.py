@@ -1,0 +1,292 @@
+"""The processes of a tensor-parallel instance. Rank 0 is the worker itself; it starts the others and is told first.
+
+1. Each other rank is a child process with a line to rank 0 (`plan.py`). It dies with its parent, and ends by itself
+   when its line is closed. It ignores SIGTERM and SIGINT: when the instance ends is rank 0's to say.
+2. The ranks join in a torch.distributed group: NCCL with rank i on the i-th visible GPU, or Gloo over the loopback.
+   They meet in a file in a folder that only this user can read.
+3. A rank that ends is noticed at once, also while nothing runs; one that hangs, when a collective is not complete
+   after its limit. Either way the instance is over: `on_lost` is called, or the step raises. A rank whose collective
+   failed says so and waits for its end, so that the one to blame is the one that is gone, or silent.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from services.denoiser.engine import Engine, EngineConfig
+from services.denoiser.host_memory import available_bytes
+from services.denoiser.lifeline import describe_exit
+from services.denoiser.loader import load_model
+from services.denoiser.models.base import Model
+from services.denoiser.parallel import Group
+from services.denoiser.plan import (
+    Begin,
+    Failed,
+    Follower,
+    FromFollower,
+    FromLeader,
+    Join,
+    LeadingEngine,
+    Line,
+    LineClosed,
+    Loaded,
+    RankFailed,
+    Ready,
+    Up,
+    follow,
+)
+from services.settings import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_START_LIMIT_S = 120.0  # until a child has imported torch, on a busy machine
+_LOAD_LIMIT_S = 1800.0  # from rank 0's having loaded to the others'
+_END_LIMIT_S = 2.0  # from closing the lines to the killing of who is left
+_EXPLAIN_LIMIT_S = 1.0
+_UNKNOWN_BYTES = 2 << 30  # taken to be free where the system does not say
+
+
+class ModelSource(NamedTuple):
+    """What a rank needs to load its share."""
+
+    folder: str
+    device: str  # cpu, or cuda: each rank takes a GPU of its own
+    dtype: str
+    threads: int  # of each rank, on the CPU
+
+
+class RankProcesses:
+    """Ranks 1 to `size` - 1. Starts them at once; then `join`, load rank 0's share, and `lead`.
+
+    `on_lost` is called, on a thread of its own, when one of them ends. On Linux they also end with the thread that
+    made this object.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        limit_s: float,
+        name: str = "worker",
+        on_lost: Callable[[RankFailed], None] = lambda _: None,
+    ) -> None:
+        self.size, self._limit_s, self._on_lost = size, limit_s, on_lost
+        self._changed = threading.Condition()
+        self._ended: list[RankFailed] = []  # in order
+        self._closing = False
+        self._group: Group | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="tediserve-ranks-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._followers: list[Follower] = []
+        try:
+            for rank in range(1, size):
+                self._start(rank, f"{name} rank {rank}")
+        except OSError:
+            self.kill()
+            raise
+
+    def _start(self, rank: int, name: str) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "services.denoiser", "rank", "--name", name]
+            command += ["--line", str(theirs.fileno()), "--parent", str(os.getpid())]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        line: Line[FromFollower] = Line(ours, FromFollower)
+        self._processes.append(process)
+        self._followers.append(Follower(rank, line, self._limit_s))
+        threading.Thread(target=self._watch, args=(rank, process), name=f"watch rank {rank}", daemon=True).start()
+
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        code = process.wait()
+        failure = RankFailed(rank, f"(process {process.pid}) has ended: {describe_exit(code)}")
+        with self._changed:
+            if self._closing:
+                return
+            self._ended.append(failure)
+            self._changed.notify_all()
+        self._on_lost(failure)
+
+    # --- start ---
+
+    def join(self, source: ModelSource) -> Group:
+        """Has the others load their shares and joins them. Raises RankFailed, and ConfigError without enough GPUs."""
+        devices = devices_of_ranks(source.device, self.size)
+        for follower in self._followers:
+            follower.expect(Up, _START_LIMIT_S)
+        init_method = f"file://{self._folder.name}/group"
+        for follower in self._followers:
+            follower.tell(
+                Join(
+                    rank=follower.rank,
+                    size=self.size,
+                    init_method=init_method,
+                    limit_s=self._limit_s,
+                    folder=source.folder,
+                    device=devices[follower.rank],
+                    dtype=source.dtype,
+                    threads=source.threads,
+                )
+            )
+        self._group = join_group(0, self.size, init_method, devices[0], self._limit_s)
+        return self._group
+
+    def least_free_bytes(self, model: Model) -> int:
+        """Bytes that every rank has free once all have loaded. Raises RankFailed, and ConfigError if one cannot load.
+
+        On the CPU they take from the same memory, and each gets an equal part.
+        """
+        others = [follower.expect(Loaded, _LOAD_LIMIT_S).free_bytes for follower in self._followers]
+        if model.device.type == "cpu":
+            return free_bytes(model.device) // self.size  # what another measured may be taken by now
+        return min(free_bytes(model.device), *others)
+
+    def lead(self, model: Model, config: EngineConfig) -> LeadingEngine:
+        """The engine, once all have theirs; after `least_free_bytes`. Raises RankFailed."""
+        for follower in self._followers:
+            follower.tell(Begin(config=config))
+        engine = LeadingEngine(model, config=config, followers=self._followers)
+        for follower in self._followers:
+            follower.expect(Ready, _LOAD_LIMIT_S)
+        if model.device.type == "cpu":
+            self._folder.cleanup()  # all are connected; NCCL connects, and looks there, later
+        return engine
+
+    # --- end ---
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Which rank is to blame for what a step raised, where one is, else the error. Takes a second or two."""
+        if not isinstance(error, RankFailed) and not is_of_collective(error):
+            return error
+        with self._changed:
+            if self._changed.wait_for(lambda: self._ended, _EXPLAIN_LIMIT_S):
+                return self._ended[0]
+        if is_of_collective(error) and "timed out" in str(error).lower():
+            for follower, process in zip(self._followers, self._processes, strict=True):
+                if not follower.complains(_EXPLAIN_LIMIT_S):
+                    detail = f"(process {process.pid}) has not taken part in a step for {self._limit_s:g} s"
+                    return RankFailed(follower.rank, detail)
+        return error
+
+    def close(self) -> None:
+        """Ends them all. Rank 0 must be between steps; the engine is of no use any more."""
+        with self._changed:
+            self._closing = True
+        for follower in self._followers:
+            follower.close()
+        if self._group is not None:
+            self._group.close()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_LIMIT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends them at once; a collective that waits for them raises. After it `close` has nothing to wait for."""
+        with self._changed:
+            self._closing = True
+        self._group = None  # a group without them is not left in order
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "RankProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def devices_of_ranks(device: str, size: int) -> list[str]:
+    """By rank. Raises ConfigError where there are not enough GPUs."""
+    if device != "cuda":
+        return [device] * size
+    if (visible := torch.cuda.device_count()) < size:
+        raise ConfigError(f"engine.tp_degree = {size} takes as many GPUs, and {visible} are visible")
+    return [f"cuda:{rank}" for rank in range(size)]
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that the device has free."""
+    found = available_bytes(device)
+    return _UNKNOWN_BYTES if found is None else found
+
+
+def join_group(rank: int, size: int, init_method: str, device: str, limit_s: float) -> Group:
+    """This process as a rank of the group; returns when all are there."""
+    if device == "cpu":
+        # Left to itself Gloo listens where the host's name points, if it points anywhere.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    else:
+        torch.cuda.set_device(device)
+    return Group(rank, size, init_method=init_method, device=torch.device(device), limit_s=limit_s)
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Whether Gloo raised it: it has no exception of its own, but its messages begin with where it happened."""
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+# --- the other ranks ----------------------------------------------------------------------------------------------
+
+
+def serve(line_fd: int) -> int:
+    """The life of a rank other than 0, at this end of its line. Returns its exit code."""
+    line: Line[FromLeader] = Line(socket.socket(fileno=line_fd), FromLeader)
+    try:
+        _serve(line)
+    except LineClosed:
+        return 0
+    except ConfigError as error:
+        _complain(line, Failed(detail=str(error), wrong_config=True))
+        return 2
+    except Exception as error:
+        if is_of_collective(error):
+            logger.warning("another rank is missing: %s", error)
+            _complain(line, Failed(detail=str(error)))
+        else:
+            logger.exception("this rank has failed")
+        return 1
+    return 0
+
+
+def _complain(line: Line[FromLeader], failed: Failed) -> None:
+    """Waits until the line is closed: rank 0, which may still be loading, says what is told about it."""
+    with contextlib.suppress(LineClosed, TimeoutError):
+        line.send(failed, _EXPLAIN_LIMIT_S)
+        line.receive(_LOAD_LIMIT_S)
+
+
+def _serve(line: Line[FromLeader]) -> None:
+    line.send(Up())
+    join = line.receive()
+    assert isinstance(join, Join)
+    torch.set_num_threads(join.threads)
+    group = join_group(join.rank, join.size, join.init_method, join.device, join.limit_s)
+    try:
+        model = _load(join, group)
+        line.send(Loaded(free_bytes=free_bytes(model.device)))
+        begin = line.receive()
+        assert isinstance(begin, Begin)
+        engine = Engine(model, config=begin.config)
+        line.send(Ready())
+        follow(line, engine)
+    finally:
+        group.close()
+
+
+def _load(join: Join, group: Group) -> Model:
+    try:
+        return load_model(join.folder, device=join.device, dtype=join.dtype, ranks=group)
+    except ValueError as error:
+        raise ConfigError(f"cannot load the model: {error}") from error
