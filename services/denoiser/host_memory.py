@@ -8,6 +8,7 @@ instead, which the largest pass sets anyway.
 import contextlib
 import ctypes
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,13 +28,16 @@ def keep_freed_memory() -> bool:
 def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     """Memory on this device that can be taken now; None where the system does not say. `root` is for tests.
 
-    A CPU's is what the kernel could free up, or what the control group (a container's limit) leaves, if that is less.
+    A CPU's is what the kernel could free up, or what a control group that we are in (a container's limit, a service's)
+    leaves, if that is less.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
-    found = [_machine_bytes(root), _cgroup_bytes(root, "memory.max", "memory.current", "")]
-    found.append(_cgroup_bytes(root, "memory.limit_in_bytes", "memory.usage_in_bytes", "memory"))  # version 1
+    found = [_machine_bytes(root)]
+    for group in _control_groups(root):
+        found.append(_group_bytes(group, "memory.max", "memory.current"))
+        found.append(_group_bytes(group, "memory.limit_in_bytes", "memory.usage_in_bytes"))  # version 1
     return min((available for available in found if available is not None), default=None)
 
 
@@ -42,8 +46,20 @@ def _machine_bytes(root: Path) -> int | None:
     return kilobytes and kilobytes << 10
 
 
-def _cgroup_bytes(root: Path, limit_name: str, used_name: str, folder: str) -> int | None:
-    group = root / "sys/fs/cgroup" / folder
+def _control_groups(root: Path) -> Iterator[Path]:
+    """Folders of the groups that may limit us: those that we are in and all above them, of either version."""
+    top = root / "sys/fs/cgroup"
+    yield from (top, top / "memory")  # in a container these are its own, however deep it lies
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                mount = top / controllers
+                group = mount / path.lstrip("/")
+                yield from (level for level in (group, *group.parents) if mount in level.parents)
+
+
+def _group_bytes(group: Path, limit_name: str, used_name: str) -> int | None:
     limit, used = _number(group / limit_name), _number(group / used_name)
     if limit is None or used is None:
         return None
