@@ -33,25 +33,29 @@ max_pass_tokens = 512
 """
 
 
-@pytest.fixture(scope="session")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_profile(folder: Path, *, dream: bool = False) -> Path:
     """The tokenizer and template are the built-in model's; blocks of 8, 20 output tokens, thresholds 0.2, 0.3, 0.45."""
-    folder = tmp_path_factory.mktemp("profile")
     special = json.loads((TOKENIZER / "config.json").read_text())
     vocab_size = special["vocab_size"]
+    sizes = {"vocab_size": vocab_size} if dream else {"vocab_size": vocab_size, "embedding_size": vocab_size}
     random_model.write(
         folder / "model",
         seed=3,
-        vocab_size=vocab_size,
-        embedding_size=vocab_size,
+        dream=dream,
         mask_token_id=special["mask_token_id"],
         # one token in 36 ends an answer, so that some do
         eos_token_id=list(range(special["eos_token_id"], vocab_size, 36)),
+        **sizes,
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder / "model" / name)
     (folder / "profile.toml").write_text(PROFILE)
     return folder
+
+
+@pytest.fixture(scope="session")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_profile(tmp_path_factory.mktemp("profile"))
 
 
 @pytest.fixture
@@ -70,4 +74,12 @@ def traces(profile: Path, tmp_path_factory: pytest.TempPathFactory) -> Traces:
     """8 prompts, all caches, all thresholds and schedules."""
     out = tmp_path_factory.mktemp("traces")
     record(RecordJob(profile=profile, out=out, num_prompts=8, prompts_per_shard=4, caches=("dual", "prefix", "none")))
+    return open_traces(out)
+
+
+@pytest.fixture(scope="session")
+def dream_traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
+    """2 prompts on a model of the other architecture."""
+    profile, out = write_profile(tmp_path_factory.mktemp("dream"), dream=True), tmp_path_factory.mktemp("dream_traces")
+    record(RecordJob(profile=profile, out=out, num_prompts=2, caches=("dual", "none")))
     return open_traces(out)

@@ -47,10 +47,11 @@ def steps_of(run: RecordedRun, block_size: int) -> list[dict[int, int]]:
     return found
 
 
-def test_a_run_replayed_with_its_own_thresholds_is_that_run_step_by_step(traces: Traces) -> None:
-    for run in traces.runs():
-        found, steps = run_through(Behaviour([run], traces.recording), run.threshold_S.tolist())
-        assert committed(steps) == steps_of(run, traces.recording.block_size)
+def test_a_run_replayed_with_its_own_thresholds_is_that_run_step_by_step(traces: Traces, dream_traces: Traces) -> None:
+    recording = traces.recording
+    for run in [*traces.runs(), *dream_traces.runs()]:
+        found, steps = run_through(Behaviour([run], recording), run.threshold_S.tolist())
+        assert committed(steps) == steps_of(run, recording.block_size)
         assert [step.kind == "recompute" for step in steps] == run.recompute_S.tolist()
         assert [step.step_in_block for step in steps] == run.in_block_S.tolist()
         assert (found.steps, found.finished, found.output_ids) == (run.num_steps, run.finish, run.output_T.tolist())
@@ -138,6 +139,12 @@ def test_where_no_run_has_been_the_request_ends() -> None:
     found, steps = run_through(Behaviour([ended], recording), [0.9, 0.6])
     assert committed(steps) == [{0: 50}, {1: 60, 2: 62, 3: 63}]  # no EOS, so it would go on
     assert (found.finished, found.output_ids) == ("eos", [50, 60, 62, 63])
+
+
+def test_dreams_blocks_begin_with_a_step_for_one_position(dream_traces: Traces) -> None:
+    runs = list(dream_traces.runs())
+    assert {int(run.eligible_S[0]) for run in runs if run.cache == "dual"} == {1}
+    assert {int(run.eligible_S[0]) for run in runs if run.cache == "none"} == {8}
 
 
 def test_dreams_first_step_of_a_block_commits_its_first_position_alone() -> None:
