@@ -214,5 +214,8 @@ def test_threshold_turned_on_the_way_changes_nothing_before(model: Model, job: J
         return
     engine.set_threshold("job", 0.0)
     after = engine.step().requests[0]
+    if model.shape.shifted and job.cache != "none" and after.step_in_block == 0 and not after.block_done:
+        assert len(after.commits.positions) == 1
+        after = engine.step().requests[0]
     assert after.block_done  # at threshold 0 all that is eligible is committed
     assert after.threshold == 0.0
