@@ -288,6 +288,49 @@ class StatusAsk(Message, frozen=True, kw_only=True):
     """Everybody, say how you are. `status.ask`."""
 
 
+# --- ephemeral: forecasts and load --------------------------------------------------------------------------------
+
+
+class RequestForecast(msgspec.Struct, frozen=True, array_like=True):
+    """What a request still needs, inside a Forecast: a number for each of its thresholds."""
+
+    request_id: Id
+    attempt: Positive
+    steps: Count  # that it had run, as the report said that this is made from: counts down from there
+    steps_left: tuple[Ratio, ...]  # mean, all steps
+    steps_left_upper: tuple[Ratio, ...]  # upper bound (quantile or conformal), all steps
+    blocks_left: tuple[Ratio, ...]  # mean, blocks still to begin: with a cache, the recompute steps among them
+
+
+class Forecast(msgspec.Struct, frozen=True, array_like=True, tag="Forecast"):
+    """The forecasts for requests of one instance that are new since its last one. `forecast.<instance_id>`."""
+
+    instance_id: Id
+    sent_at: WallClock
+    thresholds: tuple[Probability, ...]  # ascending
+    entries: list[RequestForecast]
+
+
+class PriorityCap(Message, frozen=True, kw_only=True):
+    """The highest threshold that load control allows the last request of a priority, and so a newcomer."""
+
+    priority: int
+    threshold: Probability
+
+
+class LoadState(Message, frozen=True, kw_only=True):
+    """How the work of all open requests compares with what the instances can do. `load.state`."""
+
+    sent_at: WallClock
+    horizon_s: Seconds  # over which demand and capacity are compared
+    demand_s: Seconds  # instance-seconds, every request at its cap
+    capacity_s: Seconds  # instance-seconds
+    caps: list[PriorityCap]  # most urgent first; none: no request is open
+    num_open: Count
+    num_hopeless: Count  # of them, requests that cannot make their deadline at any threshold
+    floor_s: Seconds = 0.0  # the demand if every request that is not pinned ran at the lowest threshold
+
+
 # --- CLUSTER bucket -----------------------------------------------------------------------------------------------
 
 

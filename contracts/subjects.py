@@ -15,6 +15,7 @@ PROGRESS = "PROGRESS"  # stream of the records of requests, one message a reques
 CLUSTER = "CLUSTER"  # KV bucket: scheduler lease, later the plan
 
 STATUS_ASK = "status.ask"
+LOAD_STATE = "load.state"
 DRAIN = "sched.drain"
 LEASE_KEY = "scheduler"
 
@@ -64,6 +65,10 @@ def report(instance_id: str) -> str:
     return f"report.{_token(instance_id)}"
 
 
+def forecast(instance_id: str) -> str:
+    return f"forecast.{_token(instance_id)}"
+
+
 def instance_status(instance_id: str) -> str:
     return f"status.instance.{_token(instance_id)}"
 
@@ -102,6 +107,8 @@ CHANNELS: tuple[Channel, ...] = (
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
     Channel("sched.drain", m.DrainNotice, "request", ("worker",), ("scheduler",)),
     Channel("report.*", m.Report, "publish", ("worker",), ("scheduler",)),
+    Channel("forecast.*", m.Forecast, "publish", (), ()),
+    Channel("load.state", m.LoadState, "publish", (), ()),
     Channel("status.instance.*", m.InstanceStatus, "publish", ("worker",), ("scheduler", "gateway", "agent")),
     Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler",)),
     Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ()),

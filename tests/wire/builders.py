@@ -65,6 +65,15 @@ REQUEST_REPORT = m.RequestReport(
     next_recompute=False,
     finished=False,
 )
+REQUEST_FORECAST = m.RequestForecast(
+    request_id=REQUEST.request_id,
+    attempt=2,
+    steps=12,
+    steps_left=(10.5, 16.25),
+    steps_left_upper=(14.0, 21.5),
+    blocks_left=(1.5, 1.75),
+)
+CAP = m.PriorityCap(priority=-1, threshold=0.7)
 INSTANCE_STATE = m.InstanceState(instance_id="node-0-aa", state="backing_off", restarts=3, detail="exit code 1")
 
 EXAMPLES: tuple[msgspec.Struct, ...] = (
@@ -81,6 +90,19 @@ EXAMPLES: tuple[msgspec.Struct, ...] = (
     m.Thresholds(entries=[THRESHOLD]),
     REQUEST_REPORT,
     m.Report(instance_id="node-0-aa", sent_at=1750000001.0, entries=[REQUEST_REPORT], latency_ratio=1.25),
+    REQUEST_FORECAST,
+    m.Forecast(instance_id="node-0-aa", sent_at=1750000001.0, thresholds=(0.5, 0.9), entries=[REQUEST_FORECAST]),
+    CAP,
+    m.LoadState(
+        sent_at=1750000001.0,
+        horizon_s=2.5,
+        demand_s=4.75,
+        capacity_s=5.0,
+        caps=[CAP],
+        num_open=12,
+        num_hopeless=1,
+        floor_s=3.5,
+    ),
     HELD,
     m.InstanceStatus(
         instance_id="node-0-aa",
