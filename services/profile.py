@@ -50,6 +50,8 @@ class EngineSection(Section, frozen=True, kw_only=True):
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    kernels: Literal["auto", "torch", "vllm"] = "auto"  # auto: vLLM's on a GPU where it is installed, else torch's
+    quantization: Literal["", "fp8"] = ""  # of the layers' matrices; "": none
     tp_degree: Positive = 1  # ranks of an instance: processes that share the model, each on a GPU or a core of its own
     threads: Positive = 1  # of each rank on CPU
     kv_tokens: Annotated[int, Meta(ge=0)] = 0  # size of the K/V pool; 0: from the memory that is free

@@ -31,8 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.denoiser.attention import PackedAttention
+from services.denoiser.attention import Attention, attention_over
 from services.denoiser.batching import BatchLimits, Candidate, StepKind, choose_riders
+from services.denoiser.cuda_graphs import forward_of
 from services.denoiser.kv_pool import KVPool
 from services.denoiser.models.base import Batch, Model, ModelShape
 from services.denoiser.sampler import (
@@ -165,7 +166,7 @@ class RequestStep(msgspec.Struct, frozen=True, kw_only=True):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did, and how long its parts took."""
 
-    requests: list[RequestStep]  # by arrival; empty when nothing runs
+    requests: list[RequestStep]  # in the order of their slots; empty when nothing runs
     tokens_in_pass: int
     forward_s: float  # the model's layers
     commit_s: float  # logits of eligible rows, scores, read-back, choice
@@ -200,6 +201,7 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
         )
+        self.forward = forward_of(model, self.pool)  # the model's `hidden`
         self._running: dict[str, _Running] = {}  # by arrival
         self._arrivals = 0
         self._limits = BatchLimits(
@@ -301,7 +303,7 @@ class Engine:
             return StepResult(requests=[], tokens_in_pass=0, forward_s=0.0, commit_s=0.0, total_s=0.0)
         batch = self._pack(riders)
         timer = _ForwardTimer(self.model.device)
-        hidden_Md = self.model.hidden(batch)
+        hidden_Md = self.forward(batch)
         timer.stop()
         token_M, confidence_M = self._score(hidden_Md, self._noise(riders), _by_entropy(riders))
         steps = self._commit(riders, token_M, confidence_M)
@@ -324,7 +326,11 @@ class Engine:
             rider.passes_waited = 0
         for request in waiting.values():
             request.passes_waited += 1
-        return riders
+        return sorted(riders, key=self._first_slot)
+
+    def _first_slot(self, request: "_Running") -> int:
+        """Rows are packed in the order of their slots, as attention in one call wants keys."""
+        return self.pool.slots.span(request.job.request_id).start
 
     def _pack(self, riders: "Sequence[_Running]") -> Batch:
         layout = self._layout_of(riders)
@@ -350,7 +356,7 @@ class Engine:
                 key=key,
                 row_counts=[end - start for start, end in windows],
                 rotary_T=self.model.rotary(windows),
-                attention=PackedAttention(self.pool, [(r.job.request_id, r.window) for r in riders]),
+                attention=attention_over(self.pool, [(r.job.request_id, r.window) for r in riders], self.model.varlen),
             )
         return self._layout
 
@@ -572,7 +578,7 @@ class _Layout:
         key: tuple[object, ...],
         row_counts: list[int],
         rotary_T: Tensor,
-        attention: PackedAttention,
+        attention: Attention,
     ) -> None:
         self.key = key
         self.row_counts = row_counts

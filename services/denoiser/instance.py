@@ -49,7 +49,14 @@ def model_source(profile: Profile) -> ModelSource:
     """Where the ranks find the profile's model. Raises ConfigError."""
     section = profile.engine
     device = choose_device(section.device)
-    return ModelSource(str(profile.weights_folder), device=device, dtype=section.dtype, threads=section.threads)
+    return ModelSource(
+        str(profile.weights_folder),
+        device=device,
+        dtype=section.dtype,
+        threads=section.threads,
+        kernels=section.kernels,
+        quantization=section.quantization,
+    )
 
 
 def load_profile_model(profile: Profile, ranks: Ranks | None = None) -> Model:
@@ -57,7 +64,14 @@ def load_profile_model(profile: Profile, ranks: Ranks | None = None) -> Model:
     section = profile.engine
     device = choose_device(section.device)  # of several GPUs the current one, which is the rank's own
     try:
-        return load_model(profile.weights_folder, device=device, dtype=section.dtype, ranks=ranks or Alone())
+        return load_model(
+            profile.weights_folder,
+            device=device,
+            dtype=section.dtype,
+            ranks=ranks or Alone(),
+            kernels=section.kernels,
+            quantization=section.quantization,
+        )
     except ValueError as error:
         raise ConfigError(f"cannot load the model: {error}") from error
 

@@ -101,7 +101,7 @@ class SlotAllocator:
 
 
 class KVPool:
-    """The tensor behind the slots: of each layer [S, 2K, D], a slot's keys and then its values."""
+    """The tensor behind the slots: of each layer [S, 2K, D], a slot's keys and then its values; the last is spare."""
 
     def __init__(
         self,
@@ -117,10 +117,12 @@ class KVPool:
         self._views: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.num_kv_heads = num_kv_heads
         self.generation = 0  # counts compactions: who remembers slots across passes compares it
+        self.spare_slot = capacity  # +1 slot, nobody's: padded rows write their keys and values there
         # Zeros, not empty: slots are read only after they were written, but NaN in a gap would hide a mistake.
-        shape = (num_layers, capacity, 2 * num_kv_heads, head_dim)
+        shape = (num_layers, capacity + 1, 2 * num_kv_heads, head_dim)
         self._kv_NSKD = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = self._kv_NSKD.unbind()
+        self._halves = [(layer[:, :num_kv_heads], layer[:, num_kv_heads:]) for layer in self._layers]
 
     def allocate(self, request_id: str, length: int) -> None:
         """Give a request its slots, moving others if need be."""
@@ -155,6 +157,10 @@ class KVPool:
     def write(self, layer: int, slots_T: Tensor, kv_TKD: Tensor) -> None:
         """Store keys and values [T, 2K, D] of a pass's rows."""
         self._layers[layer].index_copy_(0, slots_T, kv_TKD)
+
+    def all_keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of all keys and values of a layer, both [S, K, D]."""
+        return self._halves[layer]
 
     def keys_values(self, request_id: str) -> list[tuple[Tensor, Tensor]]:
         """Views of a request's keys and values in each layer, both [1, K, L, D]; good for one generation.

@@ -7,9 +7,10 @@ import msgspec
 import torch
 
 from services.denoiser.host_memory import available_bytes, keep_freed_memory
+from services.denoiser.kernels import FP8, KernelsName, Quantization, choose_kernels
 from services.denoiser.models import ARCHITECTURES, Model
 from services.denoiser.models.decoder import Decoder
-from services.denoiser.models.spec import DecoderSpec, all_parts, needed_bytes
+from services.denoiser.models.spec import DecoderSpec, Share, all_parts, linear_parts, needed_bytes
 from services.denoiser.parallel import Alone, Ranks
 from services.denoiser.weights import Weights
 
@@ -23,25 +24,28 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: str = "float32",
     ranks: Ranks = ALONE,
+    kernels: KernelsName = "auto",
+    quantization: Quantization = "",
 ) -> Model:
     """Load this rank's share of the model in `folder`, with all its weights as `dtype` on `device`.
 
     Raises ValueError, naming file and reason, for an unknown architecture or dtype, a setting in config.json that is
-    not supported, a model that so many ranks cannot share, a file or tensor that is missing or does not fit, and too
-    little memory; all that before anything large is taken. On the CPU it also has the process keep freed memory (see
-    host_memory.py).
+    not supported, a model that so many ranks cannot share, kernels that this machine cannot run, a file or tensor that
+    is missing or does not fit, and too little memory; all that before anything large is taken. On the CPU it also has
+    the process keep freed memory (see host_memory.py).
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r} is not one of {sorted(DTYPES)}")
     folder, device = Path(folder), torch.device(device)
     spec = read_spec(folder)
-    parts = list(all_parts(spec, spec.share(ranks)))
+    share = spec.share(ranks)
+    chosen = choose_kernels(kernels, device, DTYPES[dtype], quantization)
     with Weights(folder, device=device, dtype=DTYPES[dtype]) as weights:
-        weights.check(parts)
-        _check_memory(folder, needed_bytes(parts, weights.dtype), device)
+        weights.check(all_parts(spec, share))
+        _check_memory(folder, _loaded_bytes(spec, share, weights.dtype, quantization), device)
         if device.type == "cpu":
             keep_freed_memory()
-        return Decoder(spec, ranks, weights)
+        return Decoder(spec, ranks, weights, chosen)
 
 
 def read_spec(folder: Path) -> DecoderSpec:
@@ -74,6 +78,14 @@ def _architecture(folder: Path, config: dict[str, Any]) -> str:
     if not known:
         raise ValueError(f"{folder / 'config.json'}: architectures = {names!r}, known are {sorted(ARCHITECTURES)}")
     return str(known[0])
+
+
+def _loaded_bytes(spec: DecoderSpec, share: Share, dtype: torch.dtype, quantization: Quantization) -> int:
+    loaded = needed_bytes(all_parts(spec, share), dtype)
+    if quantization:
+        matrices = list(linear_parts(spec, share))
+        loaded += needed_bytes(matrices, FP8) - needed_bytes(matrices, dtype)
+    return loaded
 
 
 def _check_memory(folder: Path, needed: int, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from services.denoiser.engine import Engine, EngineConfig, Job, StepResult
+from services.denoiser.kernels import KernelsName, Quantization
 from services.denoiser.models.base import Model
 from services.settings import ConfigError
 
@@ -40,6 +41,8 @@ class Join(Message, frozen=True, kw_only=True):
     device: str
     dtype: str
     threads: int
+    kernels: KernelsName
+    quantization: Quantization
 
 
 class Begin(Message, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ import torch
 
 from services.denoiser.engine import Engine, EngineConfig
 from services.denoiser.host_memory import available_bytes
+from services.denoiser.kernels import KernelsName, Quantization
 from services.denoiser.lifeline import describe_exit
 from services.denoiser.loader import load_model
 from services.denoiser.models.base import Model
@@ -62,6 +63,8 @@ class ModelSource(NamedTuple):
     device: str  # cpu, or cuda: each rank takes a GPU of its own
     dtype: str
     threads: int  # of each rank, on the CPU
+    kernels: KernelsName
+    quantization: Quantization
 
 
 class RankProcesses:
@@ -134,6 +137,8 @@ class RankProcesses:
                     device=devices[follower.rank],
                     dtype=source.dtype,
                     threads=source.threads,
+                    kernels=source.kernels,
+                    quantization=source.quantization,
                 )
             )
         self._group = join_group(0, self.size, init_method, devices[0], self._limit_s)
@@ -287,6 +292,13 @@ def _serve(line: Line[FromLeader]) -> None:
 
 def _load(join: Join, group: Group) -> Model:
     try:
-        return load_model(join.folder, device=join.device, dtype=join.dtype, ranks=group)
+        return load_model(
+            join.folder,
+            device=join.device,
+            dtype=join.dtype,
+            ranks=group,
+            kernels=join.kernels,
+            quantization=join.quantization,
+        )
     except ValueError as error:
         raise ConfigError(f"cannot load the model: {error}") from error

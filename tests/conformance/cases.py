@@ -165,6 +165,7 @@ class RecordingModel:
         self._model = model
         self.shape, self.device, self.dtype = model.shape, model.device, model.dtype
         self.rotary, self.ranks, self.first_token_id = model.rotary, model.ranks, model.first_token_id
+        self.varlen = model.varlen
         self.logits_of_last_pass: list[torch.Tensor] = []
         self.counts: list[int] = []
 

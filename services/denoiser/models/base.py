@@ -12,7 +12,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from services.denoiser.attention import PackedAttention
+from services.denoiser.attention import Attention
+from services.denoiser.kernels import Varlen
 from services.denoiser.parallel import Ranks
 
 
@@ -39,7 +40,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     row_counts: Sequence[int]  # rows of each request; they add up to T
     wanted_M: Tensor  # int64, which of the T rows predict an eligible position, ascending
     wanted_counts: Sequence[int]  # of each request; they add up to M
-    attention: PackedAttention
+    attention: Attention
 
 
 class Model(Protocol):
@@ -50,6 +51,7 @@ class Model(Protocol):
     dtype: torch.dtype
     ranks: Ranks
     first_token_id: int  # of this rank's share of the vocabulary
+    varlen: Varlen | None  # attends for all requests of a pass at once; None: they attend one by one
 
     def rotary(self, windows: Sequence[tuple[int, int]]) -> Tensor:
         """What rotates queries and keys at the positions of these windows [start, end), one after the other.

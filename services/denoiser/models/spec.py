@@ -159,6 +159,14 @@ def all_parts(spec: DecoderSpec, share: Share) -> Iterator[Part]:
             yield from parts
 
 
+def linear_parts(spec: DecoderSpec, share: Share) -> Iterator[Part]:
+    """Every part of the layers' matrices: what can be quantised."""
+    for index in range(spec.num_layers):
+        entries = layer_parts(spec, share, index)
+        for name in ("qkv", "attention_out", "gate_up", "down"):
+            yield from entries[name]
+
+
 def needed_bytes(parts: Iterable[Part], dtype: torch.dtype) -> int:
     """Memory that these parts take once they are loaded, all of it for as long as the model lives."""
     return sum(prod(part.shape) for part in parts) * dtype.itemsize

@@ -34,7 +34,7 @@ class ScriptedModel:
             eos_ids=(EOS_ID,),
             shifted=shifted,
         )
-        self.ranks, self.first_token_id = Alone(), 0
+        self.ranks, self.first_token_id, self.varlen = Alone(), 0, None
         self.batch: Batch | None = None  # of the last pass
         self.asked: list[int] = []  # positions of the rows whose logits the last pass wanted
 

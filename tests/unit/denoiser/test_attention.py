@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from services.denoiser.attention import PackedAttention
-from services.denoiser.kv_pool import KVPool
+from services.denoiser.attention import (
+    PackedAttention,
+    attention_over,
+    cumulative_keys,
+    cumulative_rows,
+    varlen_attention,
+)
+from services.denoiser.kv_pool import KVPool, Span
+from tests.unit.denoiser.reference_varlen import reference_varlen
 
 H, K, D, L = 6, 2, 4, 5  # query heads, key heads, head size, tokens of each canvas
 WINDOWS = [("b", (0, 5)), ("a", (2, 4)), ("c", (3, 5))]  # packed in another order than the slots'
@@ -49,3 +56,40 @@ def test_each_row_sees_all_keys_of_its_own_request(pool: KVPool) -> None:
             ]  # three query heads a key head
             rows.append(torch.cat(heads))
     torch.testing.assert_close(found.double(), torch.stack(rows), rtol=0, atol=1e-5)
+
+
+# --- all requests in one call -----------------------------------------------------------------------------------------
+
+IN_ORDER = [("a", (2, 4)), ("c", (3, 5))]  # the slots of "b" are a gap between them
+
+
+def test_each_request_is_a_gap_without_rows_and_a_run() -> None:
+    assert cumulative_rows([4, 1]).tolist() == [0, 0, 4, 4, 5]
+    assert cumulative_keys([Span(0, 5), Span(9, 6)]).tolist() == [0, 0, 5, 9, 15]
+
+
+def test_requests_out_of_the_order_of_their_slots_are_a_bug() -> None:
+    with pytest.raises(AssertionError, match="order of their slots"):
+        cumulative_keys([Span(9, 6), Span(0, 5)])
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [1, 1], [1, 2]], ids=["as packed", "one row each", "some"])
+def test_one_call_for_all_requests_gives_what_a_call_for_each_gives(pool: KVPool, counts: list[int]) -> None:
+    for half in pool.all_keys_values(1):
+        half[5:10] = torch.nan  # of "b", whom nobody asks about
+        half[15:] = torch.nan
+    query = torch.randn(sum(counts), H, D, generator=torch.Generator().manual_seed(1))
+    expected = PackedAttention(pool, IN_ORDER).attend(1, query, counts)
+    found = attention_over(pool, IN_ORDER, reference_varlen).attend(1, query, counts)
+    assert found.shape == (sum(counts), H * D)
+    torch.testing.assert_close(found, expected)
+
+
+def test_one_call_writes_where_many_write(pool: KVPool) -> None:
+    rows = torch.arange(4 * 2 * K * D, dtype=torch.float32).view(4, 2 * K, D)
+    varlen_attention(pool, IN_ORDER, reference_varlen).write(1, rows)
+    kv = torch.cat(pool.all_keys_values(1), dim=1)
+    assert torch.equal(kv[[2, 3, 13, 14]], rows)
+    found = kv.clone()
+    PackedAttention(pool, IN_ORDER, by_index=False).write(1, rows)
+    assert torch.equal(torch.cat(pool.all_keys_values(1), dim=1), found)

@@ -75,7 +75,18 @@ def pair() -> Iterator[Pair]:
 # --- lines --------------------------------------------------------------------------------------------------------
 
 SAID = [
-    Join(rank=1, size=2, init_method="file:///x", limit_s=1.5, folder="m", device="cpu", dtype="float32", threads=1),
+    Join(
+        rank=1,
+        size=2,
+        init_method="file:///x",
+        limit_s=1.5,
+        folder="m",
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        kernels="torch",
+        quantization="fp8",
+    ),
     Begin(config=CONFIG),
     Plan(changes=[]),
     Plan(
