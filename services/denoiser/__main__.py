@@ -9,6 +9,7 @@ from functools import partial
 
 from services import runtime
 from services.denoiser.config import AgentConfig, WorkerConfig
+from services.denoiser.spawn import start_ranks
 from services.profile import load_profile
 from services.settings import ConfigError, load_section
 
@@ -52,12 +53,13 @@ def run_worker() -> None:
         tie_to_parent(int(agent_pid))
     config = load_section(WorkerConfig, "worker")
     profile = load_profile(config.profile)  # a mistake in it is told before torch has loaded
+    name = f"worker {config.instance_id}".strip()
+    ranks = start_ranks(profile.engine.tp_degree, name=name)
     from services.denoiser.worker import serve
 
     # A thread that wants the interpreter gets it after this long; the default of 5 ms is a whole step.
     sys.setswitchinterval(0.0005)
-    name = f"worker {config.instance_id}".strip()
-    runtime.main(name, partial(serve, config=config, profile=profile), metrics_port=config.metrics_port)
+    runtime.main(name, partial(serve, config=config, profile=profile, ranks=ranks), metrics_port=config.metrics_port)
 
 
 def run_agent() -> None:

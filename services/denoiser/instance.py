@@ -11,7 +11,7 @@ from services.denoiser.kv_pool import kv_bytes_per_token
 from services.denoiser.loader import load_model
 from services.denoiser.models.base import Model
 from services.denoiser.parallel import Alone, Ranks
-from services.denoiser.ranks import ModelSource, RankProcesses, free_bytes
+from services.denoiser.ranks import ModelSource, OtherRanks, free_bytes
 from services.denoiser.run import Instance
 from services.profile import Profile
 from services.settings import ConfigError
@@ -23,13 +23,13 @@ _WARM_UP_LOADS = ((1, 256), (4, 64))  # requests and the canvas of each, as far 
 _WARM_UP_STEPS = 5
 
 
-def build_engine(profile: Profile, processes: RankProcesses | None = None) -> Engine:
-    """Loads the profile's model and runs its first passes; `processes`: the other ranks, which do the same.
+def build_engine(profile: Profile, others: OtherRanks | None = None) -> Engine:
+    """Loads the profile's model and runs its first passes; `others`: the other ranks, which do the same.
 
     Raises ConfigError, and RankFailed.
     """
     torch.set_num_threads(profile.engine.threads)
-    engine = _build_alone(profile) if processes is None else _build_with(profile, processes)
+    engine = _build_alone(profile) if others is None else _build_with(profile, others)
     warm_up(engine)
     return engine
 
@@ -39,10 +39,10 @@ def _build_alone(profile: Profile) -> Engine:
     return Engine(model, config=engine_config(profile, model))
 
 
-def _build_with(profile: Profile, processes: RankProcesses) -> Engine:
-    group = processes.join(model_source(profile))
+def _build_with(profile: Profile, others: OtherRanks) -> Engine:
+    group = others.join(model_source(profile))
     model = load_profile_model(profile, group)
-    return processes.lead(model, engine_config(profile, model, processes.least_free_bytes(model)))
+    return others.lead(model, engine_config(profile, model, others.least_free_bytes(model)))
 
 
 def model_source(profile: Profile) -> ModelSource:

@@ -1,4 +1,4 @@
-"""The processes of a tensor-parallel instance. Rank 0 is the worker itself; it starts the others and is told first.
+"""The processes of a tensor-parallel instance. Rank 0 is the worker itself; it starts the others (`spawn.py`).
 
 1. Each other rank is a child process with a line to rank 0 (`plan.py`). It dies with its parent, and ends by itself
    when its line is closed. It ignores SIGTERM and SIGINT: when the instance ends is rank 0's to say.
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,7 @@ from services.denoiser.plan import (
     Up,
     follow,
 )
+from services.denoiser.spawn import RankProcess
 from services.settings import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -67,50 +68,34 @@ class ModelSource(NamedTuple):
     quantization: Quantization
 
 
-class RankProcesses:
-    """Ranks 1 to `size` - 1. Starts them at once; then `join`, load rank 0's share, and `lead`.
+class OtherRanks:
+    """Ranks 1 and up, as processes that run (`start_ranks`): `join` them, load rank 0's share, and `lead`.
 
-    `on_lost` is called, on a thread of its own, when one of them ends. On Linux they also end with the thread that
-    made this object.
+    `on_lost` is called, on a thread of its own, when one of them ends.
     """
 
     def __init__(
         self,
-        size: int,
+        processes: Sequence[RankProcess],
         *,
         limit_s: float,
-        name: str = "worker",
         on_lost: Callable[[RankFailed], None] = lambda _: None,
     ) -> None:
-        self.size, self._limit_s, self._on_lost = size, limit_s, on_lost
+        self.size = 1 + len(processes)
+        self._processes, self._limit_s, self._on_lost = processes, limit_s, on_lost
+        self._followers = [Follower(p.rank, Line(p.line, FromFollower), limit_s) for p in processes]
+        self._folder = tempfile.TemporaryDirectory(prefix="tediserve-ranks-")
+        self._group: Group | None = None
         self._changed = threading.Condition()
         self._ended: list[RankFailed] = []  # in order
         self._closing = False
-        self._group: Group | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="tediserve-ranks-")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._followers: list[Follower] = []
-        try:
-            for rank in range(1, size):
-                self._start(rank, f"{name} rank {rank}")
-        except OSError:
-            self.kill()
-            raise
+        for process in processes:
+            name = f"watch rank {process.rank}"
+            threading.Thread(target=self._watch, args=(process,), name=name, daemon=True).start()
 
-    def _start(self, rank: int, name: str) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "services.denoiser", "rank", "--name", name]
-            command += ["--line", str(theirs.fileno()), "--parent", str(os.getpid())]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        line: Line[FromFollower] = Line(ours, FromFollower)
-        self._processes.append(process)
-        self._followers.append(Follower(rank, line, self._limit_s))
-        threading.Thread(target=self._watch, args=(rank, process), name=f"watch rank {rank}", daemon=True).start()
-
-    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
-        code = process.wait()
-        failure = RankFailed(rank, f"(process {process.pid}) has ended: {describe_exit(code)}")
+    def _watch(self, watched: RankProcess) -> None:
+        code = watched.process.wait()
+        failure = RankFailed(watched.rank, f"(process {watched.process.pid}) has ended: {describe_exit(code)}")
         with self._changed:
             if self._closing:
                 return
@@ -175,9 +160,9 @@ class RankProcesses:
             if self._changed.wait_for(lambda: self._ended, _EXPLAIN_LIMIT_S):
                 return self._ended[0]
         if is_of_collective(error) and "timed out" in str(error).lower():
-            for follower, process in zip(self._followers, self._processes, strict=True):
+            for follower, other in zip(self._followers, self._processes, strict=True):
                 if not follower.complains(_EXPLAIN_LIMIT_S):
-                    detail = f"(process {process.pid}) has not taken part in a step for {self._limit_s:g} s"
+                    detail = f"(process {other.process.pid}) has not taken part in a step for {self._limit_s:g} s"
                     return RankFailed(follower.rank, detail)
         return error
 
@@ -189,9 +174,9 @@ class RankProcesses:
             follower.close()
         if self._group is not None:
             self._group.close()
-        for process in self._processes:
+        for other in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_LIMIT_S)
+                other.process.wait(_END_LIMIT_S)
         self.kill()
 
     def kill(self) -> None:
@@ -199,13 +184,13 @@ class RankProcesses:
         with self._changed:
             self._closing = True
         self._group = None  # a group without them is not left in order
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+        for other in self._processes:
+            other.process.kill()
+        for other in self._processes:
+            other.process.wait()
         self._folder.cleanup()
 
-    def __enter__(self) -> "RankProcesses":
+    def __enter__(self) -> "OtherRanks":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -23,7 +23,8 @@ from services.denoiser.engine import Engine
 from services.denoiser.hot_loop import HotLoop, News, Pass
 from services.denoiser.instance import build_engine, describe
 from services.denoiser.plan import RankFailed
-from services.denoiser.ranks import RankProcesses
+from services.denoiser.ranks import OtherRanks
+from services.denoiser.spawn import RankProcess
 from services.denoiser.worker_events import (
     Admit,
     Answer,
@@ -72,15 +73,20 @@ _TICK_S = 0.2
 _STOP_LIMIT_S = 5.0
 
 
-async def serve(runtime: Runtime, config: WorkerConfig, profile: Profile) -> None:
-    """Loads the model, then works until asked to stop. Raises ConfigError, and whatever the engine raises."""
-    await Worker(runtime, config, profile).run()
+async def serve(runtime: Runtime, config: WorkerConfig, profile: Profile, ranks: Sequence[RankProcess] = ()) -> None:
+    """Loads the model, then works until asked to stop. `ranks`: the processes that share the model with this one.
+
+    Raises ConfigError, and whatever the engine raises.
+    """
+    await Worker(runtime, config, profile, ranks).run()
 
 
 class Worker:
     """The I/O around the policy."""
 
-    def __init__(self, runtime: Runtime, config: WorkerConfig, profile: Profile) -> None:
+    def __init__(
+        self, runtime: Runtime, config: WorkerConfig, profile: Profile, ranks: Sequence[RankProcess] = ()
+    ) -> None:
         self._runtime, self._bus, self._config, self._profile = runtime, runtime.bus, config, profile
         self._loop = asyncio.get_running_loop()
         self._latency = _latency_profile(profile)
@@ -96,14 +102,15 @@ class Worker:
             threads=profile.engine.threads,
             hand_over_every_s=config.report_every_ms / 1e3,
         )
-        self._ranks: RankProcesses | None = None  # the others, where several share the model
+        self._ranks = ranks
+        self._others: OtherRanks | None = None  # where several share the model
         self._policy: WorkerPolicy  # made once the engine says how large it is
 
     async def run(self) -> None:
         """Until drained after a stop was asked for. Raises what the engine raised."""
         stop_asked = asyncio.create_task(self._runtime.until_stopped())
         logger.info("loading %s", self._profile.weights_folder)
-        self._start_ranks()
+        self._watch_ranks()
         self._hot_loop.start()
         in_order = True
         try:
@@ -124,25 +131,25 @@ class Worker:
     def _end(self, in_order: bool) -> None:
         if in_order:
             self._hot_loop.stop(_STOP_LIMIT_S)
-        if self._ranks is not None:
-            self._ranks.close() if in_order else self._ranks.kill()
+        if self._others is not None:
+            self._others.close() if in_order else self._others.kill()
 
     # --- the other ranks ------------------------------------------------------------------------------------------
 
-    def _start_ranks(self) -> None:
-        if (size := self._profile.engine.tp_degree) > 1:
-            self._ranks = RankProcesses(
-                size,
+    def _watch_ranks(self) -> None:
+        assert len(self._ranks) == self._profile.engine.tp_degree - 1
+        if self._ranks:
+            self._others = OtherRanks(
+                self._ranks,
                 limit_s=self._config.rank_limit_s,
-                name=f"worker {self._config.instance_id}".strip(),
                 on_lost=lambda failed: self._from_hot_loop(self._fail, failed),
             )
 
     def _build_engine(self) -> Engine:
-        return build_engine(self._profile) if self._ranks is None else build_engine(self._profile, self._ranks)
+        return build_engine(self._profile) if self._others is None else build_engine(self._profile, self._others)
 
     def _on_engine_failure(self, error: BaseException) -> None:
-        explained = error if self._ranks is None else self._ranks.explain(error)
+        explained = error if self._others is None else self._others.explain(error)
         self._from_hot_loop(self._fail, explained)
 
     async def _first_of(self, *awaited: asyncio.Future[Any]) -> None:
