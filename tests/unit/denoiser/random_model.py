@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
-from services.denoiser.models import ARCHITECTURES
-from services.denoiser.models.spec import all_parts
-from services.denoiser.parallel import Alone
+from services.denoiser.models.spec import DecoderSpec
+from services.denoiser.weights import Part
+from tools.bench.random_model import random_tensors
 
 MASK_ID = 7
 EOS_IDS = [5, 17, 23, 40]  # several, so that random models come upon one
@@ -82,20 +80,11 @@ def dream_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Random weights for it, by checkpoint name."""
-    generator = torch.Generator().manual_seed(seed)
-    spec = ARCHITECTURES[config["architectures"][0]]("", config, {})
-    made = {}
-    for part in all_parts(spec, spec.share(Alone())):
-        shape, name = part.whole_shape, part.name
-        if len(shape) == 2:
-            std = {spec.names.embedding: 1.0, spec.names.head: 0.6}.get(name.removesuffix(".weight"), 0.25)
-            made[name] = torch.randn(shape, generator=generator) * std
-        else:
-            centre = 0.0 if name.endswith(".bias") else 1.0
-            made[name] = centre + (0.3 if name.endswith(".bias") else 0.1) * torch.randn(shape, generator=generator)
-    return made
+def std(spec: DecoderSpec, part: Part) -> float:
+    """Standard deviation of a tensor's entries."""
+    if len(part.whole_shape) == 1:
+        return 0.3 if part.name.endswith(".bias") else 0.1
+    return {spec.names.embedding: 1.0, spec.names.head: 0.6}.get(part.name.removesuffix(".weight"), 0.25)
 
 
 def write(folder: Path, *, seed: int = 0, dream: bool = False, **changes: Any) -> Path:
@@ -103,5 +92,5 @@ def write(folder: Path, *, seed: int = 0, dream: bool = False, **changes: Any) -
     folder.mkdir(parents=True)
     made = (dream_config if dream else config)(**changes)
     (folder / "config.json").write_text(json.dumps(made))
-    save_file(tensors(made, seed), folder / "model.safetensors")
+    save_file(random_tensors(made, seed, std), folder / "model.safetensors")
     return folder
