@@ -8,10 +8,10 @@ import torch
 
 from services.denoiser.engine import Engine, EngineConfig, FixedSchedule, Job
 from services.denoiser.kv_pool import kv_bytes_per_token
-from services.denoiser.loader import load_model
 from services.denoiser.models.base import Model
 from services.denoiser.parallel import Alone, Ranks
-from services.denoiser.ranks import ModelSource, OtherRanks, free_bytes
+from services.denoiser.plan import ModelSource
+from services.denoiser.ranks import OtherRanks, free_bytes, load_share
 from services.denoiser.run import Instance
 from services.profile import Profile
 from services.settings import ConfigError
@@ -46,12 +46,11 @@ def _build_with(profile: Profile, others: OtherRanks) -> Engine:
 
 
 def model_source(profile: Profile) -> ModelSource:
-    """Where the ranks find the profile's model. Raises ConfigError."""
+    """What each rank loads. Raises ConfigError."""
     section = profile.engine
-    device = choose_device(section.device)
     return ModelSource(
-        str(profile.weights_folder),
-        device=device,
+        folder=str(profile.weights_folder),
+        device=choose_device(section.device),  # "cuda": of several GPUs the current one, or each rank its own
         dtype=section.dtype,
         threads=section.threads,
         kernels=section.kernels,
@@ -61,19 +60,7 @@ def model_source(profile: Profile) -> ModelSource:
 
 def load_profile_model(profile: Profile, ranks: Ranks | None = None) -> Model:
     """The profile's model on its device, or this rank's share of it. Raises ConfigError."""
-    section = profile.engine
-    device = choose_device(section.device)  # of several GPUs the current one, which is the rank's own
-    try:
-        return load_model(
-            profile.weights_folder,
-            device=device,
-            dtype=section.dtype,
-            ranks=ranks or Alone(),
-            kernels=section.kernels,
-            quantization=section.quantization,
-        )
-    except ValueError as error:
-        raise ConfigError(f"cannot load the model: {error}") from error
+    return load_share(model_source(profile), ranks or Alone())
 
 
 def choose_device(wanted: str) -> str:

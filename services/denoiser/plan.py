@@ -30,6 +30,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of the messages between ranks. Both ends run the same code: no versions."""
 
 
+class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank needs to load its share of the model."""
+
+    folder: str
+    device: str
+    dtype: str
+    threads: int  # of each rank, on the CPU
+    kernels: KernelsName
+    quantization: Quantization
+
+
 class Join(Message, frozen=True, kw_only=True):
     """Join the group and load this rank's share of the model."""
 
@@ -37,12 +48,7 @@ class Join(Message, frozen=True, kw_only=True):
     size: int
     init_method: str  # where the group's members find each other
     limit_s: float  # of a collective
-    folder: str
-    device: str
-    dtype: str
-    threads: int
-    kernels: KernelsName
-    quantization: Quantization
+    source: ModelSource
 
 
 class Begin(Message, frozen=True, kw_only=True):

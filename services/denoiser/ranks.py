@@ -18,17 +18,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from services.denoiser.engine import Engine, EngineConfig
 from services.denoiser.host_memory import available_bytes
-from services.denoiser.kernels import KernelsName, Quantization
 from services.denoiser.lifeline import describe_exit
 from services.denoiser.loader import load_model
 from services.denoiser.models.base import Model
-from services.denoiser.parallel import Group
+from services.denoiser.parallel import Group, Ranks
 from services.denoiser.plan import (
     Begin,
     Failed,
@@ -40,6 +39,7 @@ from services.denoiser.plan import (
     Line,
     LineClosed,
     Loaded,
+    ModelSource,
     RankFailed,
     Ready,
     Up,
@@ -55,17 +55,6 @@ _LOAD_LIMIT_S = 1800.0  # from rank 0's having loaded to the others'
 _END_LIMIT_S = 2.0  # from closing the lines to the killing of who is left
 _EXPLAIN_LIMIT_S = 1.0
 _UNKNOWN_BYTES = 2 << 30  # taken to be free where the system does not say
-
-
-class ModelSource(NamedTuple):
-    """What a rank needs to load its share."""
-
-    folder: str
-    device: str  # cpu, or cuda: each rank takes a GPU of its own
-    dtype: str
-    threads: int  # of each rank, on the CPU
-    kernels: KernelsName
-    quantization: Quantization
 
 
 class OtherRanks:
@@ -86,6 +75,7 @@ class OtherRanks:
         self._followers = [Follower(p.rank, Line(p.line, FromFollower), limit_s) for p in processes]
         self._folder = tempfile.TemporaryDirectory(prefix="tediserve-ranks-")
         self._group: Group | None = None
+        self._free: list[int] | None = None  # None: they have not loaded
         self._changed = threading.Condition()
         self._ended: list[RankFailed] = []  # in order
         self._closing = False
@@ -110,23 +100,19 @@ class OtherRanks:
         devices = devices_of_ranks(source.device, self.size)
         for follower in self._followers:
             follower.expect(Up, _START_LIMIT_S)
-        init_method = f"file://{self._folder.name}/group"
-        for follower in self._followers:
-            follower.tell(
-                Join(
-                    rank=follower.rank,
-                    size=self.size,
-                    init_method=init_method,
-                    limit_s=self._limit_s,
-                    folder=source.folder,
-                    device=devices[follower.rank],
-                    dtype=source.dtype,
-                    threads=source.threads,
-                    kernels=source.kernels,
-                    quantization=source.quantization,
-                )
+        orders = [
+            Join(
+                rank=rank,
+                size=self.size,
+                init_method=f"file://{self._folder.name}/group",
+                limit_s=self._limit_s,
+                source=replace(source, device=device),
             )
-        self._group = join_group(0, self.size, init_method, devices[0], self._limit_s)
+            for rank, device in enumerate(devices)
+        ]
+        for follower in self._followers:
+            follower.tell(orders[follower.rank])
+        self._group = join_group(orders[0])
         return self._group
 
     def least_free_bytes(self, model: Model) -> int:
@@ -134,13 +120,14 @@ class OtherRanks:
 
         On the CPU they take from the same memory, and each gets an equal part.
         """
-        others = [follower.expect(Loaded, _LOAD_LIMIT_S).free_bytes for follower in self._followers]
+        others = self._until_loaded()
         if model.device.type == "cpu":
             return free_bytes(model.device) // self.size  # what another measured may be taken by now
         return min(free_bytes(model.device), *others)
 
     def lead(self, model: Model, config: EngineConfig) -> LeadingEngine:
-        """The engine, once all have theirs; after `least_free_bytes`. Raises RankFailed."""
+        """The engine, once all have theirs. Raises RankFailed, and ConfigError if one cannot load."""
+        self._until_loaded()
         for follower in self._followers:
             follower.tell(Begin(config=config))
         engine = LeadingEngine(model, config=config, followers=self._followers)
@@ -149,6 +136,12 @@ class OtherRanks:
         if model.device.type == "cpu":
             self._folder.cleanup()  # all are connected; NCCL connects, and looks there, later
         return engine
+
+    def _until_loaded(self) -> list[int]:
+        """What each has free then, in bytes."""
+        if self._free is None:
+            self._free = [follower.expect(Loaded, _LOAD_LIMIT_S).free_bytes for follower in self._followers]
+        return self._free
 
     # --- end ---
 
@@ -212,14 +205,30 @@ def free_bytes(device: torch.device) -> int:
     return _UNKNOWN_BYTES if found is None else found
 
 
-def join_group(rank: int, size: int, init_method: str, device: str, limit_s: float) -> Group:
-    """This process as a rank of the group; returns when all are there."""
-    if device == "cpu":
+def join_group(join: Join) -> Group:
+    """This process as that rank; returns when all are there."""
+    device = torch.device(join.source.device)
+    if device.type == "cpu":
         # Left to itself Gloo listens where the host's name points, if it points anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     else:
         torch.cuda.set_device(device)
-    return Group(rank, size, init_method=init_method, device=torch.device(device), limit_s=limit_s)
+    return Group(join.rank, join.size, init_method=join.init_method, device=device, limit_s=join.limit_s)
+
+
+def load_share(source: ModelSource, ranks: Ranks) -> Model:
+    """This rank's share of the model. Raises ConfigError."""
+    try:
+        return load_model(
+            source.folder,
+            device=source.device,
+            dtype=source.dtype,
+            ranks=ranks,
+            kernels=source.kernels,
+            quantization=source.quantization,
+        )
+    except ValueError as error:
+        raise ConfigError(f"cannot load the model: {error}") from error
 
 
 def is_of_collective(error: BaseException) -> bool:
@@ -261,10 +270,10 @@ def _serve(line: Line[FromLeader]) -> None:
     line.send(Up())
     join = line.receive()
     assert isinstance(join, Join)
-    torch.set_num_threads(join.threads)
-    group = join_group(join.rank, join.size, join.init_method, join.device, join.limit_s)
+    torch.set_num_threads(join.source.threads)
+    group = join_group(join)
     try:
-        model = _load(join, group)
+        model = load_share(join.source, group)
         line.send(Loaded(free_bytes=free_bytes(model.device)))
         begin = line.receive()
         assert isinstance(begin, Begin)
@@ -273,17 +282,3 @@ def _serve(line: Line[FromLeader]) -> None:
         follow(line, engine)
     finally:
         group.close()
-
-
-def _load(join: Join, group: Group) -> Model:
-    try:
-        return load_model(
-            join.folder,
-            device=join.device,
-            dtype=join.dtype,
-            ranks=group,
-            kernels=join.kernels,
-            quantization=join.quantization,
-        )
-    except ValueError as error:
-        raise ConfigError(f"cannot load the model: {error}") from error

@@ -27,6 +27,7 @@ from services.denoiser.plan import (
     LineClosed,
     Loaded,
     Message,
+    ModelSource,
     Plan,
     RankFailed,
     Ready,
@@ -80,12 +81,9 @@ SAID = [
         size=2,
         init_method="file:///x",
         limit_s=1.5,
-        folder="m",
-        device="cpu",
-        dtype="float32",
-        threads=1,
-        kernels="torch",
-        quantization="fp8",
+        source=ModelSource(
+            folder="m", device="cuda:1", dtype="float32", threads=3, kernels="torch", quantization="fp8"
+        ),
     ),
     Begin(config=CONFIG),
     Plan(changes=[]),
