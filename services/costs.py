@@ -1,106 +1,69 @@
 """What a step costs: the latency profile and the prices derived from it. Pure; shared by all who decide.
 
-1. A pass over R tokens of recompute steps and C tokens of cache steps takes recompute(R) + cache(C) milliseconds, less
-   the cheaper one's fixed part when it has both: the pass is launched once.
-2. Each curve is piecewise linear through the profiled points, made monotone by a running maximum (raw samples are
-   not), flat below the first point, and extended with its last slope beyond the last.
-3. A resident that recomputes once a block and runs S steps a block puts, on average, 1/S of its canvas and (S-1)/S of
-   its window into a pass: recomputes of a batch do not coincide.
+1. What a pass has to do is a `PassLoad`: rows, steps of either kind, keys that are read, pairs of a row and a key that
+   it attends to. Loads add up, whether steps share a pass or are averages of steps that do.
+2. A pass takes curve(rows) + a time for each recompute step, cache step, key and pair. All rows run through the same
+   weights at once: they share one curve, of whatever kind their steps are. Without rows it takes no time.
+3. The curve is piecewise linear and never falls, flat below its first point, and goes on with its last slope beyond the
+   last. No time is negative: more work of any sort never costs less.
+4. A resident that recomputes once a block and runs S steps a block puts, on average, 1/S of a recompute step and
+   (S-1)/S of a cache step into a pass: recomputes of a batch do not coincide.
 """
 
-import json
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-from contracts.messages import CacheMode
+from contracts.messages import CacheMode, Positive
 from services.settings import ConfigError
 
 StepKind = Literal["recompute", "cache"]
+PassKind = Literal["recompute", "cache", "mixed"]
+Milliseconds = Annotated[float, Meta(ge=0.0)]
+
+HOW_TO_MEASURE = "`python -m services.denoiser profile`"
+_FORMAT = 2  # of latency.json
 
 
-class Curve(NamedTuple):
-    """Latency (ms) over tokens in the pass; both ascending."""
-
-    tokens: tuple[float, ...]
-    ms: tuple[float, ...]
-
-    @classmethod
-    def through(cls, points: Iterable[tuple[float, float]]) -> "Curve":
-        """A monotone curve. Raises ValueError without a point."""
-        slowest = dict(sorted(points))  # of equal tokens the last, which is the slowest
-        if not slowest:
-            raise ValueError("a latency curve needs at least one point")
-        highest = 0.0
-        ms = tuple(highest := max(highest, latency) for latency in slowest.values())
-        return cls(tuple(slowest), ms)
-
-    def at(self, tokens: float) -> float:
-        """Latency in milliseconds of a pass over `tokens`; 0 for an empty pass."""
-        if tokens <= 0:
-            return 0.0
-        if len(self.tokens) == 1 or tokens <= self.tokens[0]:
-            return self.ms[0]
-        right = min(bisect_left(self.tokens, tokens), len(self.tokens) - 1)
-        left = right - 1
-        slope = (self.ms[right] - self.ms[left]) / (self.tokens[right] - self.tokens[left])
-        return self.ms[right] + slope * (tokens - self.tokens[right])
+# --- loads --------------------------------------------------------------------------------------------------------
 
 
-class LatencyProfile:
-    """Step latency of a model on a kind of hardware, by tensor-parallel degree and kind of step."""
+class PassLoad(NamedTuple):
+    """What a pass has to do. Fractions are averages over passes."""
 
-    def __init__(self, curves: dict[tuple[int, StepKind], Curve]) -> None:
-        self._curves = curves
-        self.degrees = sorted({degree for degree, _ in curves})
+    tokens: float = 0.0  # rows of all its steps
+    recompute_steps: float = 0.0
+    cache_steps: float = 0.0
+    keys: float = 0.0  # the canvases of its requests, added up
+    pairs: float = 0.0  # of a row and a key that it attends to
 
-    def step_ms(self, tp_degree: int, recompute_tokens: float, cache_tokens: float) -> float:
-        """Milliseconds of a pass with that many tokens of each kind. Raises KeyError for a degree not profiled."""
-        recompute = self._curves[tp_degree, "recompute"]
-        cache = self._curves[tp_degree, "cache"]
-        total = recompute.at(recompute_tokens) + cache.at(cache_tokens)
-        if recompute_tokens > 0 and cache_tokens > 0:
-            total -= min(recompute.ms[0], cache.ms[0])
-        return total
+    def plus(self, other: "PassLoad") -> "PassLoad":
+        """Both in one pass."""
+        return PassLoad(
+            self.tokens + other.tokens,
+            self.recompute_steps + other.recompute_steps,
+            self.cache_steps + other.cache_steps,
+            self.keys + other.keys,
+            self.pairs + other.pairs,
+        )
 
-
-class _Points(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tp_degree: int
-    kind: StepKind
-    points: list[tuple[float, float]]  # tokens in the pass, milliseconds
-
-
-class _LatencyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    hardware: str
-    measured: list[_Points]
+    @property
+    def kind(self) -> PassKind:
+        if self.recompute_steps and self.cache_steps:
+            return "mixed"
+        return "recompute" if self.recompute_steps else "cache"
 
 
-def load_latency(path: Path) -> LatencyProfile:
-    """Reads `latency.json`. Raises ConfigError."""
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=_LatencyFile)
-        curves = {(p.tp_degree, p.kind): Curve.through(p.points) for p in found.measured}
-    except FileNotFoundError:
-        raise ConfigError(f"no latency profile at {path}: measure one, `python -m services.denoiser profile`") from None
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-    for degree in {degree for degree, _ in curves}:
-        if not {(degree, "recompute"), (degree, "cache")} <= curves.keys():
-            raise ConfigError(f"{path}: TP degree {degree} lacks its recompute or its cache curve")
-    if not curves:
-        raise ConfigError(f"{path}: no curve in it")
-    return LatencyProfile(curves)
-
-
-def dump_latency(
-    path: Path, hardware: str, measured: dict[tuple[int, StepKind], Sequence[tuple[float, float]]]
-) -> None:
-    """Writes `latency.json`: points (tokens in the pass, milliseconds) by TP degree and kind of step."""
-    rows = [{"tp_degree": d, "kind": kind, "points": list(points)} for (d, kind), points in sorted(measured.items())]
-    path.write_text(json.dumps({"hardware": hardware, "measured": rows}, indent=1) + "\n", encoding="utf-8")
+def step_load(kind: StepKind, tokens: float, canvas_tokens: float, steps: float = 1.0) -> PassLoad:
+    """`steps` steps of one kind, each of `tokens` rows in a canvas of that length."""
+    rows, keys = steps * tokens, steps * canvas_tokens
+    recompute_steps, cache_steps = (steps, 0.0) if kind == "recompute" else (0.0, steps)
+    return PassLoad(rows, recompute_steps, cache_steps, keys, rows * canvas_tokens)
 
 
 class Resident(NamedTuple):
@@ -112,14 +75,158 @@ class Resident(NamedTuple):
     output_tokens_left: int  # from the start of its current block to the canvas's end: the prefix cache's window
 
 
-def mean_pass_tokens(residents: Iterable[Resident], steps_per_block: float) -> tuple[float, float]:
-    """Tokens of recompute steps and of cache steps that these residents put, on average, into a pass (rule 3)."""
-    recompute_tokens = cache_tokens = 0.0
+def mean_pass(residents: Iterable[Resident], steps_per_block: float) -> PassLoad:
+    """What these residents put, on average, into a pass (rule 4)."""
+    total = PassLoad()
     for resident in residents:
+        canvas = resident.canvas_tokens
         if resident.cache == "none":
-            recompute_tokens += resident.canvas_tokens
+            total = total.plus(step_load("recompute", canvas, canvas))
             continue
         window = resident.block_size if resident.cache == "dual" else resident.output_tokens_left
-        recompute_tokens += resident.canvas_tokens / steps_per_block
-        cache_tokens += window * (1 - 1 / steps_per_block)
-    return recompute_tokens, cache_tokens
+        total = total.plus(step_load("recompute", canvas, canvas, 1 / steps_per_block))
+        total = total.plus(step_load("cache", window, canvas, 1 - 1 / steps_per_block))
+    return total
+
+
+# --- prices -------------------------------------------------------------------------------------------------------
+
+
+class PassCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the passes of a model cost on a kind of hardware at one TP degree (rules 2 and 3)."""
+
+    curve: tuple[tuple[float, Milliseconds], ...]  # (tokens, ms), both ascending
+    recompute_step_ms: Milliseconds = 0.0
+    cache_step_ms: Milliseconds = 0.0
+    key_ms: Milliseconds = 0.0
+    pair_ms: Milliseconds = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.curve:
+            raise ValueError("a latency curve needs at least one point")
+        for (tokens, ms), (more_tokens, more_ms) in pairwise(self.curve):
+            if more_tokens <= tokens or more_ms < ms:
+                raise ValueError(
+                    f"a latency curve goes up: {more_ms:g} ms at {more_tokens:g} tokens after {ms:g} at {tokens:g}"
+                )
+
+    def ms(self, load: PassLoad) -> float:
+        """Milliseconds of a pass."""
+        if load.tokens <= 0:
+            return 0.0
+        return (
+            self._curve_ms(load.tokens)
+            + self.recompute_step_ms * load.recompute_steps
+            + self.cache_step_ms * load.cache_steps
+            + self.key_ms * load.keys
+            + self.pair_ms * load.pairs
+        )
+
+    def _curve_ms(self, tokens: float) -> float:
+        curve = self.curve
+        right = min(bisect_left(curve, (tokens,)), len(curve) - 1)
+        if right == 0:
+            return curve[0][1]
+        (left_tokens, left_ms), (right_tokens, right_ms) = curve[right - 1], curve[right]
+        return right_ms + (right_ms - left_ms) / (right_tokens - left_tokens) * (tokens - right_tokens)
+
+
+class LatencyProfile:
+    """Step latency of a model on a kind of hardware, by tensor-parallel degree."""
+
+    def __init__(self, costs: Mapping[int, PassCost]) -> None:
+        self._costs = dict(costs)
+        self.degrees = sorted(self._costs)
+
+    def step_ms(self, tp_degree: int, load: PassLoad) -> float:
+        """Milliseconds of a pass. Raises ConfigError for a TP degree that was not measured."""
+        return self.cost(tp_degree).ms(load)
+
+    def cost(self, tp_degree: int) -> PassCost:
+        """What passes cost at this degree. Raises ConfigError if it was not measured."""
+        try:
+            return self._costs[tp_degree]
+        except KeyError:
+            measured = ",".join(map(str, self.degrees))
+            raise ConfigError(
+                f"the latency profile holds TP degree {measured}, not {tp_degree}: "
+                f"measure it too, {HOW_TO_MEASURE} with --tp {measured},{tp_degree}"
+            ) from None
+
+    def nearest_degree(self, tp_degree: int) -> int:
+        """The highest measured TP degree that is not above, or else the lowest."""
+        return max((degree for degree in self.degrees if degree <= tp_degree), default=self.degrees[0])
+
+
+# --- latency.json -------------------------------------------------------------------------------------------------
+
+
+class MeasuredPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pass that was measured several times."""
+
+    load: PassLoad
+    ms: Milliseconds  # median
+    low_ms: Milliseconds  # quartiles
+    high_ms: Milliseconds
+    samples: Positive
+
+
+class FitError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Relative error of the fitted cost, over the passes of one kind: median and 95th percentile.
+
+    `unseen`: by a fit that has not seen the pass. Of mixed passes it has seen none at all: how well costs add up.
+    """
+
+    kind: PassKind
+    passes: Positive
+    median: float
+    p95: float
+    unseen_median: float
+    unseen_p95: float
+
+
+class DegreeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was measured at one TP degree, and the cost fitted to it."""
+
+    tp_degree: Positive
+    cost: PassCost
+    errors: tuple[FitError, ...] = ()
+    passes: tuple[MeasuredPass, ...] = ()
+
+
+class LatencyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`latency.json`. The services read the costs; the rest is for people, plots and fits to come."""
+
+    format: Literal[2] = 2
+    hardware: str
+    degrees: Annotated[tuple[DegreeProfile, ...], Meta(min_length=1)]
+
+
+class _Version(msgspec.Struct):
+    format: int = 1
+
+
+def read_latency_file(path: Path) -> LatencyFile:
+    """All of `latency.json`. Raises ConfigError."""
+    try:
+        content = path.read_bytes()
+        if (found := msgspec.json.decode(content, type=_Version).format) != _FORMAT:
+            raise ConfigError(f"{path} is of format {found}, not {_FORMAT}: measure it anew, {HOW_TO_MEASURE}")
+        return msgspec.json.decode(content, type=LatencyFile)
+    except FileNotFoundError:
+        raise ConfigError(f"no latency profile at {path}: measure one, {HOW_TO_MEASURE}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def load_latency(path: Path) -> LatencyProfile:
+    """What `latency.json` says about costs. Raises ConfigError."""
+    return LatencyProfile({degree.tp_degree: degree.cost for degree in read_latency_file(path).degrees})
+
+
+def dump_latency(path: Path, hardware: str, degrees: Sequence[DegreeProfile]) -> None:
+    """Writes `latency.json`, one measured pass a line."""
+    content = msgspec.json.encode(LatencyFile(hardware=hardware, degrees=tuple(degrees)))
+    for start in (b'{"tp_degree"', b'"errors"', b'{"kind"', b'"passes":[', b'{"load"'):
+        content = content.replace(start, b"\n" + start)
+    path.write_bytes(content + b"\n")

@@ -1,4 +1,4 @@
-"""`python -m services.denoiser worker | agent | profile`."""
+"""`python -m services.denoiser worker | agent | profile | plot`."""
 
 import argparse
 import logging
@@ -21,7 +21,12 @@ def main() -> None:
     commands.add_parser("agent", help="the supervisor of a node's workers; settings: [agent]")
     profile = commands.add_parser("profile", help="measure step latencies and write the profile's latency.json")
     profile.add_argument("--profile", default="profiles/tiny-cpu", help="profile folder (default: %(default)s)")
-    profile.add_argument("--quick", action="store_true", help="fewer sizes and repeats: a rough curve in seconds")
+    profile.add_argument("--quick", action="store_true", help="fewer sizes and repeats: a rough fit in seconds")
+    profile.add_argument("--tp", type=tp_degrees, default=[], help="TP degrees, as in 1,2 (default: the profile's)")
+    profile.add_argument("--minutes", type=float, default=10.0, help="about, at most, for each (default: %(default)g)")
+    plot = commands.add_parser("plot", help="draw the profile's latency.json")
+    plot.add_argument("--profile", default="profiles/tiny-cpu", help="profile folder (default: %(default)s)")
+    plot.add_argument("--out", help="image to write (default: docs/latency-<profile>.svg)")
     rank = commands.add_parser("rank")  # without help: only a worker starts one
     rank.add_argument("--name", required=True, help="in its log")
     rank.add_argument("--line", type=int, required=True, help="file descriptor of its line to rank 0")
@@ -34,7 +39,9 @@ def main() -> None:
             case "agent":
                 run_agent()
             case "profile":
-                run_profiler(arguments.profile, quick=arguments.quick)
+                run_profiler(arguments)
+            case "plot":
+                run_plot(arguments.profile, arguments.out)
             case "rank":
                 run_rank(arguments.name, arguments.line, arguments.parent)
     except ConfigError as error:
@@ -69,10 +76,32 @@ def run_agent() -> None:
     runtime.main("agent", partial(serve, config=config), metrics_port=config.metrics_port)
 
 
-def run_profiler(folder: str, *, quick: bool) -> None:
+def tp_degrees(text: str) -> list[int]:
+    """From "1,2"."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 1,2")
+    return [int(part) for part in parts]
+
+
+def run_profiler(arguments: argparse.Namespace) -> None:
+    from services.denoiser.plan import RankFailed
     from services.denoiser.profiler import profile_latency
 
-    profile_latency(folder, quick=quick)
+    try:
+        path = profile_latency(
+            arguments.profile, tp_degrees=arguments.tp, quick=arguments.quick, limit_s=60 * arguments.minutes
+        )
+    except RankFailed as failed:
+        print(f"profile: {failed}", file=sys.stderr)
+        sys.exit(1)
+    print(path)
+
+
+def run_plot(folder: str, out: str | None) -> None:
+    from services.denoiser.latency_plot import plot_latency
+
+    print(plot_latency(folder, out))
 
 
 def run_rank(name: str, line_fd: int, parent_pid: int) -> None:

@@ -1,122 +1,315 @@
-"""`profile`: measures step latency over tokens in the pass on this machine and writes the profile's `latency.json`.
+"""`profile`: measures passes of all sorts on this machine, fits what they cost and writes the profile's `latency.json`.
 
-Recompute steps are those of requests without a cache, whose every step is one; cache steps those of requests with the
-dual cache. Random prompts do: time depends on shapes alone. Each point is the median of several steps.
+1. The plan varies, one at a time and together: rows, requests, canvases (which the rows attend to), kinds of step, and
+   their mixture in one pass. Prompts are random: time depends on shapes alone.
+2. Every pass is measured in several rounds, in another order each time, so that a slow minute of a shared machine falls
+   on all of them. The first round only warms up. A pass counts with the median of its samples.
+3. A recompute step is measured as the first of a request that has just come: what a new pass costs to lay out is its
+   own. A cache step is measured once its pass is laid out.
 """
 
+import contextlib
 import os
 import platform
+import random
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
-from services.costs import StepKind, dump_latency
+from services.costs import DegreeProfile, MeasuredPass, PassLoad, dump_latency, step_load
+from services.denoiser.config import WorkerConfig
 from services.denoiser.engine import CacheMode, Engine, EngineConfig, FixedSchedule, Job
-from services.denoiser.instance import choose_device, load_profile_model, warm_up
+from services.denoiser.instance import choose_device, engine_config, load_profile_model, model_source, warm_up
+from services.denoiser.latency_fit import errors_of, fit, relative_error
+from services.denoiser.models.base import Model
+from services.denoiser.progress_bar import ProgressBar
+from services.denoiser.ranks import RankProcesses
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
 
-_RECOMPUTE_TOKENS = (64, 128, 256, 512, 1024, 1536, 2048, 4096, 8192)
-_CONTEXT_TOKENS = 256  # of the canvases that cache steps attend to; a context axis comes with the full profiler
-_SETTLING_STEPS = 2  # not counted: a new set of riders is laid out anew
+_CANVASES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+_STEPS_PER_BLOCK = 8  # about as many as at a high threshold: so are the rows whose logits are wanted
+_SETTLING_STEPS = 2  # not measured: the first cache steps of a pass that has just been laid out
+_QUICK_ROUNDS, _MIN_ROUNDS, _MAX_ROUNDS = 2, 3, 9
 
 
-class Load(NamedTuple):
-    """Requests of one kind that ride together, and the pass that they make."""
+class Mix(NamedTuple):
+    """What rides in a pass."""
 
-    kind: StepKind
-    num_requests: int
-    canvas_tokens: int  # of each
-    tokens: int  # in the pass
+    recomputes: int  # requests with a recompute step, each over a canvas of
+    recompute_canvas: int
+    cached: int  # requests with a cache step, each
+    window: int  # rows of a canvas of
+    cached_canvas: int
+
+    @property
+    def load(self) -> PassLoad:
+        recompute = step_load("recompute", self.recompute_canvas, self.recompute_canvas, self.recomputes)
+        return recompute.plus(step_load("cache", self.window, self.cached_canvas, self.cached))
+
+    @property
+    def canvas_tokens(self) -> int:
+        """Of all requests together."""
+        return self.recomputes * self.recompute_canvas + self.cached * self.cached_canvas
+
+    def __str__(self) -> str:
+        parts = []
+        if self.recomputes:
+            parts.append(f"{self.recomputes} x {self.recompute_canvas}")
+        if self.cached:
+            parts.append(f"{self.cached} x {self.window} of {self.cached_canvas}")
+        return " + ".join(parts)
 
 
-def profile_latency(folder: str | Path, *, quick: bool = False) -> Path:
-    """Measures, writes `latency.json` into the profile's folder and returns its path. Raises ConfigError."""
+def profile_latency(
+    folder: str | Path, *, tp_degrees: Sequence[int] = (), quick: bool = False, limit_s: float = 600.0
+) -> Path:
+    """Measures, writes `latency.json` into the profile's folder and returns its path. Raises ConfigError, RankFailed.
+
+    `tp_degrees`: the profile's own if none is named. `limit_s`: about how long each may take, but not less than three
+    rounds.
+    """
     profile = load_profile(folder)
     if profile.decoding.block_size == 1:
         raise ConfigError(f"{folder}: blocks of one token have no cache steps to measure")
-    torch.set_num_threads(profile.engine.threads)
-    model = load_profile_model(profile)
-    loads = list(plan_loads(profile, quick=quick))
-    engine = Engine(model, config=_roomy(loads))
-    warm_up(engine)
-    points: dict[StepKind, list[tuple[float, float]]] = {"recompute": [], "cache": []}
-    for load in loads:
-        milliseconds = 1e3 * measure(engine, load, profile.decoding.block_size, repeats=8 if quick else 25)
-        points[load.kind].append((load.tokens, round(milliseconds, 4)))
-        print(f"{load.kind:9} {load.tokens:5d} tokens, {load.num_requests:2d} requests: {milliseconds:8.2f} ms")
-    dump_latency(profile.latency_file, describe_hardware(profile), {(1, kind): points[kind] for kind in points})
+    degrees = sorted(set(tp_degrees)) or [profile.engine.tp_degree]
+    measured = []
+    for degree in degrees:
+        measured.append(measure_degree(profile, degree, quick=quick, limit_s=limit_s))
+        torch.cuda.empty_cache()  # what torch keeps for itself the next degree would find taken
+    dump_latency(profile.latency_file, describe_hardware(profile), measured)
     return profile.latency_file
 
 
-def plan_loads(profile: Profile, *, quick: bool) -> Iterator[Load]:
-    """What to measure: passes of up to `max_pass_tokens`."""
-    block, limits, section = profile.decoding.block_size, profile.limits, profile.engine
-    for tokens in _RECOMPUTE_TOKENS[:: 2 if quick else 1]:
-        num_requests = -(-tokens // limits.max_context_tokens)
-        canvas_tokens = tokens // num_requests
-        if block < canvas_tokens and tokens <= section.max_pass_tokens:
-            yield Load("recompute", num_requests, canvas_tokens, num_requests * canvas_tokens)
-    canvas_tokens = min(_CONTEXT_TOKENS, limits.max_context_tokens)
-    num_requests = 1
-    while num_requests <= section.max_requests and num_requests * block <= section.max_pass_tokens:
-        yield Load("cache", num_requests, canvas_tokens, num_requests * block)
-        num_requests *= 4 if quick else 2
+def measure_degree(profile: Profile, tp_degree: int, *, quick: bool, limit_s: float) -> DegreeProfile:
+    """Measures at one TP degree and prints what was found. Raises ConfigError, RankFailed."""
+    with _planned_engine(profile, tp_degree, quick=quick) as (engine, mixes):
+        warm_up(engine)
+        what = f"profile, TP {tp_degree}"
+        passes = measure(engine, mixes, profile.decoding.block_size, what=what, quick=quick, limit_s=limit_s)
+    found = fitted(tp_degree, passes)
+    report(found, mixes)
+    return found
 
 
-def measure(engine: Engine, load: Load, block_size: int, *, repeats: int) -> float:
-    """Median seconds of a step of this load."""
-    seconds: list[float] = []
-    while len(seconds) < repeats:
-        jobs = [_job(engine, load, block_size, number) for number in range(load.num_requests)]
-        for job in jobs:
-            engine.admit(job)
-        seconds += _step_seconds(engine, load, block_size)
-        for job in jobs:
-            engine.remove(job.request_id)
-    return statistics.median(seconds[:repeats])
+@contextlib.contextmanager
+def _planned_engine(profile: Profile, tp_degree: int, *, quick: bool) -> Iterator[tuple[Engine, list[Mix]]]:
+    """An engine of as many ranks, and what to measure of it."""
+    torch.set_num_threads(profile.engine.threads)
+
+    def plan(model: Model, free_bytes: int | None = None) -> tuple[EngineConfig, list[Mix]]:
+        config = engine_config(profile, model, free_bytes)
+        longest = min(profile.limits.max_context_tokens, model.shape.max_positions)
+        mixes = plan_mixes(profile.decoding.block_size, longest, config, quick=quick)
+        return _roomy(config, mixes), mixes
+
+    if tp_degree == 1:
+        model = load_profile_model(profile)
+        config, mixes = plan(model)
+        yield Engine(model, config=config), mixes
+        return
+    with RankProcesses(tp_degree, limit_s=WorkerConfig().rank_limit_s, name="profile") as processes:
+        model = load_profile_model(profile, processes.join(model_source(profile)))
+        config, mixes = plan(model, processes.least_free_bytes(model))
+        try:
+            yield processes.lead(model, config), mixes
+        except RuntimeError as error:
+            explained = processes.explain(error)
+            processes.kill()
+            raise explained from error
 
 
-def _step_seconds(engine: Engine, load: Load, block_size: int) -> list[float]:
-    """Of the block's steps: as many as it has tokens."""
+# --- what to measure ----------------------------------------------------------------------------------------------
+
+
+def plan_mixes(block_size: int, longest: int, config: EngineConfig, *, quick: bool) -> list[Mix]:
+    """Passes that the engine could come to make, with canvases of up to `longest` tokens."""
+    axes = (
+        _single_recomputes(block_size, longest),
+        _several_recomputes(longest, config.max_requests),
+        _cache_steps(block_size, longest, config.max_requests),
+        _wide_cache_steps(block_size, longest),
+        _mixed(block_size, longest, config.max_requests),
+    )
+    plan: dict[Mix, None] = {}  # in order, each once
+    for axis in axes:
+        possible = [mix for mix in axis if _is_possible(mix, block_size, longest, config)]
+        plan |= dict.fromkeys(possible[::3] + possible[-1:] if quick else possible)
+    return list(plan)
+
+
+def _is_possible(mix: Mix, block_size: int, longest: int, config: EngineConfig) -> bool:
+    canvases = [mix.recompute_canvas] * bool(mix.recomputes) + [mix.cached_canvas] * bool(mix.cached)
+    window = mix.window if mix.cached else block_size
+    return (
+        all(window < canvas <= longest for canvas in canvases)
+        and mix.recomputes + mix.cached <= config.max_requests
+        and mix.load.tokens <= config.max_batch_tokens
+        # The cached requests' own recompute steps come first, unmeasured: no more of them than is worth the time.
+        and mix.canvas_tokens <= min(config.kv_budget_tokens, 2 * config.max_batch_tokens)
+    )
+
+
+def _single_recomputes(block_size: int, longest: int) -> Iterator[Mix]:
+    for canvas in (2 * block_size, *_CANVASES, longest):
+        yield Mix(1, canvas, 0, 0, 0)
+
+
+def _several_recomputes(longest: int, most: int) -> Iterator[Mix]:
+    for count in _powers_of_two(most)[1:]:
+        for share in (8, 4, 2, 1):
+            yield Mix(count, longest // share, 0, 0, 0)
+
+
+def _cache_steps(block_size: int, longest: int, most: int) -> Iterator[Mix]:
+    for count in _powers_of_two(most):
+        for canvas in (2 * block_size, longest // 4, longest // 2, longest):
+            yield Mix(0, 0, count, block_size, canvas)
+
+
+def _wide_cache_steps(block_size: int, longest: int) -> Iterator[Mix]:
+    """The prefix cache's: of several blocks."""
+    for blocks in (2, 4, 8):
+        for count in (1, 4):
+            for canvas in (longest // 2, longest):
+                yield Mix(0, 0, count, blocks * block_size, canvas)
+
+
+def _mixed(block_size: int, longest: int, most: int) -> Iterator[Mix]:
+    for count in _powers_of_two(most)[1:]:
+        for recompute_canvas in (longest // 8, longest // 3, longest):
+            for cached_canvas in (longest // 3, longest):
+                yield Mix(1, recompute_canvas, count - 1, block_size, cached_canvas)
+    yield Mix(2, longest // 3, 2, block_size, longest // 2)
+    yield Mix(2, longest // 3, 6, block_size, longest // 2)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def _roomy(config: EngineConfig, mixes: Sequence[Mix]) -> EngineConfig:
+    """An engine in which all requests of every mix ride in each pass, in the unmeasured ones too."""
+    most = max(mix.canvas_tokens for mix in mixes)
+    return msgspec.structs.replace(config, max_batch_tokens=most, max_recompute_tokens=most)
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def measure(
+    engine: Engine, mixes: Sequence[Mix], block_size: int, *, what: str, quick: bool, limit_s: float
+) -> list[MeasuredPass]:
+    """Each mix's pass, in as many rounds as fit into the limit (rule 2)."""
+    started = time.monotonic()
+    for mix in mixes:
+        pass_seconds(engine, mix, block_size)
+    round_s = time.monotonic() - started
+    rounds = _QUICK_ROUNDS if quick else min(_MAX_ROUNDS, max(_MIN_ROUNDS, int(limit_s / round_s)))
+    samples: list[list[float]] = [[] for _ in mixes]
+    shuffled = random.Random(0)
+    bar = ProgressBar(what, rounds * len(mixes))
+    for number in range(rounds):
+        bar.say(f"round {number + 1} of {rounds}, {len(mixes)} passes, {round_s:.0f} s")
+        for index in shuffled.sample(range(len(mixes)), len(mixes)):
+            samples[index] += pass_seconds(engine, mixes[index], block_size)
+            bar.advance()
+    bar.close()
+    return [_measured(mix, seconds) for mix, seconds in zip(mixes, samples, strict=True)]
+
+
+def pass_seconds(engine: Engine, mix: Mix, block_size: int) -> list[float]:
+    """Times of a few passes of this mix."""
+    steps = min(_STEPS_PER_BLOCK, block_size)
+    settling = min(_SETTLING_STEPS, steps - 2)
+    cached = [_job(engine, f"cached {i}", mix.cached_canvas, mix.window, block_size, steps) for i in range(mix.cached)]
+    _admit(engine, cached)
+    for _ in range(1 + settling if cached else 0):
+        engine.step()
     seconds = []
-    for number in range(block_size):
+    for _ in range(steps - settling - 1):
+        fresh = [
+            _job(engine, f"new {i}", mix.recompute_canvas, block_size, block_size, steps) for i in range(mix.recomputes)
+        ]
+        _admit(engine, fresh)
         result = engine.step()
-        if number >= min(_SETTLING_STEPS, block_size - 1) and all(step.kind == load.kind for step in result.requests):
-            assert result.tokens_in_pass == load.tokens, "all ride in every pass"
-            seconds.append(result.total_s)
+        kinds = [step.kind for step in result.requests]
+        assert (result.tokens_in_pass, kinds.count("recompute")) == (mix.load.tokens, mix.recomputes), "all have ridden"
+        seconds.append(result.total_s)
+        _remove(engine, fresh)
+    _remove(engine, cached)
     return seconds
 
 
-def _job(engine: Engine, load: Load, block_size: int, number: int) -> Job:
+def _admit(engine: Engine, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        engine.admit(job)
+
+
+def _remove(engine: Engine, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        engine.remove(job.request_id)
+
+
+def _job(engine: Engine, request_id: str, canvas: int, window: int, block_size: int, steps: int) -> Job:
+    """A request whose cache steps have `window` rows, with `steps` steps a block."""
     shape = engine.model.shape
-    usable = [i for i in range(shape.vocab_size) if i != shape.mask_id]
-    prompt = np.random.default_rng(number).choice(usable, size=load.canvas_tokens - block_size)
-    cache: CacheMode = "none" if load.kind == "recompute" else "dual"
+    ids = np.random.default_rng(canvas).integers(shape.vocab_size, size=canvas - window)
+    ids[ids == shape.mask_id] = shape.mask_id - 1 if shape.mask_id else 1
+    cache: CacheMode = "dual" if window == block_size else "prefix"
     return Job(
-        request_id=str(number),
-        prompt_ids=prompt.tolist(),
-        max_tokens=block_size,
+        request_id=request_id,
+        prompt_ids=ids.tolist(),
+        max_tokens=window,
         block_size=block_size,
         cache=cache,
-        choice=FixedSchedule(block_size),
+        choice=FixedSchedule(steps * (window // block_size)),
         ignore_eos=True,
     )
 
 
-def _roomy(loads: Sequence[Load]) -> EngineConfig:
-    """An engine that puts all requests of every load into one pass."""
-    canvases = max(load.num_requests * load.canvas_tokens for load in loads)
-    return EngineConfig(
-        kv_budget_tokens=canvases,
-        max_requests=max(load.num_requests for load in loads),
-        max_batch_tokens=canvases,
-        max_recompute_tokens=canvases,
+def _measured(mix: Mix, seconds: Sequence[float]) -> MeasuredPass:
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return MeasuredPass(
+        load=mix.load,
+        ms=round(1e3 * statistics.median(seconds), 4),
+        low_ms=round(1e3 * low, 4),
+        high_ms=round(1e3 * high, 4),
+        samples=len(seconds),
     )
+
+
+# --- what was found -----------------------------------------------------------------------------------------------
+
+
+def fitted(tp_degree: int, passes: Sequence[MeasuredPass]) -> DegreeProfile:
+    cost = fit(passes)
+    return DegreeProfile(tp_degree=tp_degree, cost=cost, errors=tuple(errors_of(cost, passes)), passes=tuple(passes))
+
+
+def report(found: DegreeProfile, mixes: Sequence[Mix]) -> None:
+    """Prints each pass, and how good the fit is."""
+    print(f"TP {found.tp_degree}: {'pass':28} {'rows':>6} {'ms':>9} {'quartiles':>19} {'fitted':>9}")
+    for mix, measured in zip(mixes, found.passes, strict=True):
+        quartiles = f"{measured.low_ms:.2f} to {measured.high_ms:.2f}"
+        print(
+            f"TP {found.tp_degree}: {mix!s:28} {mix.load.tokens:6.0f} {measured.ms:9.2f} {quartiles:>19} "
+            f"{found.cost.ms(measured.load):9.2f} {relative_error(found.cost, measured):+7.1%}"
+        )
+    spread = statistics.median((measured.high_ms - measured.low_ms) / 2 / measured.ms for measured in found.passes)
+    print(f"TP {found.tp_degree}: samples of a pass lie within {spread:.1%} of their median, half of them (median)")
+    print(f"TP {found.tp_degree}: error of the fit: median and 95th percentile; the same for passes it has not seen")
+    for error in found.errors:
+        print(
+            f"TP {found.tp_degree}: {error.kind:9} {error.passes:3} passes: {error.median:6.1%} {error.p95:6.1%}; "
+            f"{error.unseen_median:6.1%} {error.unseen_p95:6.1%}"
+        )
 
 
 def describe_hardware(profile: Profile) -> str:

@@ -17,7 +17,7 @@ from contracts import messages as m
 from contracts import subjects
 from contracts.codec import MalformedMessage
 from services.bus import BusTimeout, NoResponder, StreamFull, trace_parent
-from services.costs import LatencyProfile, load_latency
+from services.costs import LatencyProfile, PassLoad, load_latency, step_load
 from services.denoiser.config import WorkerConfig, default_node_id, fresh_instance_id
 from services.denoiser.engine import Engine
 from services.denoiser.hot_loop import HotLoop, News, Pass
@@ -51,7 +51,6 @@ from services.denoiser.worker_policy import WorkerPolicy
 from services.profile import Profile
 from services.progress import Overtaken, write_record
 from services.runtime import Runtime, Stop, every
-from services.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -237,9 +236,9 @@ class Worker:
         STEP.observe(result.total_s)
         if news.overhead_s is not None:
             OVERHEAD.observe(news.overhead_s)
-        rows = {"recompute": 0, "cache": 0}
+        load = PassLoad()
         for step in result.requests:
-            rows[step.kind] += step.num_rows
+            load = load.plus(step_load(step.kind, step.num_rows, step.num_keys))
             TOKENS.inc(len(step.commits.positions))
             assert step.threshold is not None, "we admit no job with another rule"
             self._handle(
@@ -258,7 +257,7 @@ class Worker:
                     ended=news.ended,
                 )
             )
-        self._handle(PassTimed(recompute_tokens=rows["recompute"], cache_tokens=rows["cache"], seconds=result.total_s))
+        self._handle(PassTimed(load=load, seconds=result.total_s))
 
     # --- commands -------------------------------------------------------------------------------------------------
 
@@ -347,9 +346,5 @@ def _latency_profile(profile: Profile) -> LatencyProfile | None:
         logger.warning("no latency profile at %s: this instance's drift is not measured", profile.latency_file)
         return None
     latency = load_latency(profile.latency_file)
-    if (degree := profile.engine.tp_degree) not in latency.degrees:
-        raise ConfigError(
-            f"{profile.latency_file} has curves for TP degrees {latency.degrees} and none for engine.tp_degree = "
-            f"{degree}: measure them, `python -m services.denoiser profile`"
-        )
+    latency.cost(profile.engine.tp_degree)
     return latency

@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from contracts import messages as m
+from services.costs import PassLoad
 
 StepKind: TypeAlias = Literal["recompute", "cache"]
 DropReason: TypeAlias = Literal["cancelled", "overtaken", "replaced", "expired"]
@@ -45,8 +46,7 @@ class Stepped(Event, frozen=True, kw_only=True):
 class PassTimed(Event, frozen=True, kw_only=True):
     """How long a pass took."""
 
-    recompute_tokens: int
-    cache_tokens: int
+    load: PassLoad
     seconds: float
 
 

@@ -387,7 +387,7 @@ class WorkerPolicy:
     def _note_pass(self, timed: PassTimed, now: float) -> list[WorkerCommand]:
         self._forget_passes(now - timed.seconds)
         if self._latency is not None:
-            profiled = self._latency.step_ms(self.instance.tp_degree, timed.recompute_tokens, timed.cache_tokens)
+            profiled = self._latency.step_ms(self.instance.tp_degree, timed.load)
             if profiled > 0:
                 self._timed.append(_TimedPass(now, timed.seconds, 1e3 * timed.seconds / profiled))
         return []

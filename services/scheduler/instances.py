@@ -4,13 +4,13 @@
    holder that has not noticed yet) takes room too, until the next status.
 2. An instance holds at most `max_requests` requests and `kv_tokens` tokens of canvas.
 3. The price is the mean step latency with the request added, times the instance's measured over profiled latency,
-   kept between 0.5 and 4. A TP degree that was not profiled costs what the next lower profiled one does.
+   kept between 0.5 and 4. A TP degree that was not measured costs what the next lower measured one does.
 """
 
 from collections.abc import Iterable
 
 from contracts.messages import GenerateRequest, Held, InstanceStatus
-from services.costs import LatencyProfile, Resident, mean_pass_tokens
+from services.costs import LatencyProfile, PassLoad, Resident, mean_pass
 
 _LATENCY_RATIO_BOUNDS = (0.5, 4.0)
 
@@ -47,7 +47,7 @@ class Instance:
         self.residents: dict[str, Resident] = {}  # by request id: the scheduler's own view
         self.foreign: list[Resident] = []  # listed by the last status, but not ours
         self.tokens = 0  # canvas tokens of both
-        self._load: tuple[float, float] | None = None  # mean_pass_tokens of all; None: to be computed anew
+        self._load: PassLoad | None = None  # mean_pass of all; None: to be computed anew
 
     def note_status(self, status: InstanceStatus) -> None:
         self.heard = True
@@ -88,13 +88,12 @@ class Instance:
             return 0
         return max(0, self.kv_tokens - self.tokens)
 
-    def step_ms_with(self, load: tuple[float, float], latency: LatencyProfile, steps_per_block: float) -> float:
-        """Mean step latency, in milliseconds, with a request of that `mean_pass_tokens` added (rule 3)."""
+    def step_ms_with(self, load: PassLoad, latency: LatencyProfile, steps_per_block: float) -> float:
+        """Mean step latency, in milliseconds, with a request of that `mean_pass` added (rule 3)."""
         if self._load is None:
-            self._load = mean_pass_tokens([*self.residents.values(), *self.foreign], steps_per_block)
-        recompute_tokens, cache_tokens = self._load
-        degree = profiled_degree(self.tp_degree, latency.degrees)
-        return self.latency_ratio * latency.step_ms(degree, recompute_tokens + load[0], cache_tokens + load[1])
+            self._load = mean_pass([*self.residents.values(), *self.foreign], steps_per_block)
+        degree = latency.nearest_degree(self.tp_degree)
+        return self.latency_ratio * latency.step_ms(degree, self._load.plus(load))
 
     def check_invariants(self) -> None:
         assert self.tokens == _canvas_tokens(self.residents.values()) + _canvas_tokens(self.foreign)
@@ -102,9 +101,3 @@ class Instance:
 
 def _canvas_tokens(residents: Iterable[Resident]) -> int:
     return sum(resident.canvas_tokens for resident in residents)
-
-
-def profiled_degree(tp_degree: int, degrees: Iterable[int]) -> int:
-    """The highest profiled TP degree that is not above, or else the lowest."""
-    known = sorted(degrees)
-    return max((degree for degree in known if degree <= tp_degree), default=known[0])

@@ -37,7 +37,7 @@ from msgspec.structs import replace
 
 from contracts import messages as m
 from contracts.messages import GenerateRequest, InstanceStatus, ProgressRecord
-from services.costs import LatencyProfile, Resident, mean_pass_tokens
+from services.costs import LatencyProfile, PassLoad, Resident, mean_pass
 from services.profile import Profile
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.events import (
@@ -86,7 +86,7 @@ class _Open:
     rank: Rank
     expires_at: float
     canvas_tokens: int
-    load: tuple[float, float]  # mean_pass_tokens of it
+    load: PassLoad  # mean_pass of it
     phase: Literal["waiting", "assigning", "running", "writing"] = "waiting"
     attempt: int = 1
     record: ProgressRecord | None = None
@@ -215,7 +215,7 @@ class Scheduler:
             ageing_s=self.config.ageing_s,
         )
         resident = resident_of(request, 0, request.num_blocks)
-        load = mean_pass_tokens([resident], self._profile.decoding.steps_per_block)
+        load = mean_pass([resident], self._profile.decoding.steps_per_block)
         open_ = _Open(request, rank, event.expires_at, request.canvas_tokens, load)
         self._open[open_.id] = open_
         self._of_gateway.setdefault(request.gateway_id, {})[open_.id] = open_

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from services.costs import dump_latency
+from services.costs import DegreeProfile, PassCost, dump_latency
 from services.denoiser.engine import Job, Threshold
 from services.denoiser.instance import build_engine
 from services.gateway.text import load_codec
@@ -84,10 +84,7 @@ max_pass_tokens = 2048
     dump_latency(
         folder / "latency.json",
         "a guess",
-        {
-            (tp_degree, "recompute"): [(32, 8.0), (128, 15.0), (512, 50.0), (2048, 200.0)],
-            (tp_degree, "cache"): [(16, 6.0), (128, 15.0), (512, 50.0)],
-        },
+        [DegreeProfile(tp_degree=tp_degree, cost=PassCost(curve=((16, 6), (128, 15), (512, 50), (2048, 200))))],
     )
     _write_config(model)
     _write_tokenizer(model)

@@ -12,7 +12,7 @@ from contracts import messages as m
 from contracts import subjects
 from contracts.codec import MalformedMessage
 from services.bus import Bus, NatsSettings, Stored, trace_parent
-from services.costs import dump_latency
+from services.costs import DegreeProfile, PassCost, dump_latency
 from services.progress import write_record
 from tests import builders
 from tests.builders import BLOCK, MODEL
@@ -47,8 +47,8 @@ class SchedulerProcess(ServiceProcess):
         profile = folder / "profile"
         profile.mkdir(exist_ok=True)
         (profile / "profile.toml").write_text(PROFILE)
-        points = [(1.0, 1.0), (1000.0, 11.0)]
-        dump_latency(profile / "latency.json", "test", {(1, "recompute"): points, (1, "cache"): points})
+        cost = PassCost(curve=((1.0, 1.0), (1000.0, 11.0)))
+        dump_latency(profile / "latency.json", "test", [DegreeProfile(tp_degree=1, cost=cost)])
         super().__init__("services.scheduler", folder / "scheduler.log", nats_url, profile=profile, **settings)
 
 

@@ -172,7 +172,7 @@ async def test_a_degree_that_was_not_profiled_is_refused_at_start(stage: Stage, 
     (folder / "profile.toml").write_text(toml.replace("tp_degree = 3", "tp_degree = 2"))
     process = stage.start("worker", profile=folder)
     assert await process.exit_code() == 2
-    assert "has curves for TP degrees [3] and none for engine.tp_degree = 2" in process.log
+    assert "the latency profile holds TP degree 3, not 2" in process.log
 
 
 async def test_a_model_that_so_many_ranks_cannot_share_is_refused_at_start(stage: Stage, tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""From a profile to an engine, and what the profiler writes."""
+"""From a profile to an engine."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from services.costs import load_latency
 from services.denoiser.engine import Engine, StepResult
 from services.denoiser.instance import (
     build_engine,
@@ -17,7 +15,6 @@ from services.denoiser.instance import (
     warm_up,
 )
 from services.denoiser.parallel import Alone, Ranks
-from services.denoiser.profiler import plan_loads, profile_latency
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
 from tests.unit.denoiser import random_model
@@ -152,22 +149,3 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert choose_device("auto") == "cpu"
     with pytest.raises(ConfigError, match="cuda"):
         choose_device("cuda")
-
-
-def test_the_profiler_measures_passes_of_all_sizes_that_may_occur(folder: Path) -> None:
-    loads = list(plan_loads(make_profile(folder), quick=False))
-    recompute = [load.tokens for load in loads if load.kind == "recompute"]
-    assert recompute == [64, 128, 256], "a canvas is at most 128 long, a pass at most 256"
-    assert [load.tokens for load in loads if load.kind == "cache"] == [8, 16, 32], "of up to 4 requests"
-    assert all(load.canvas_tokens <= 128 for load in loads)
-
-
-def test_the_profiler_writes_what_the_services_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_profile(folder)
-    path = profile_latency(folder, quick=True)
-    latency = load_latency(path)
-    assert latency.degrees == [1]
-    assert latency.step_ms(1, 128, 0) > 0
-    assert latency.step_ms(1, 0, 16) > 0
-    assert json.loads(path.read_text())["hardware"]
-    assert "recompute" in capsys.readouterr().out

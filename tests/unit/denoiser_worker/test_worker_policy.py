@@ -6,7 +6,7 @@ import pytest
 
 from contracts import messages as m
 from contracts.codec import decode, encode
-from services.costs import Curve, LatencyProfile
+from services.costs import LatencyProfile, PassCost, step_load
 from services.denoiser.worker_events import (
     Admit,
     Answer,
@@ -618,11 +618,11 @@ def test_the_next_step_is_a_recompute_at_a_blocks_start_and_without_a_cache(poli
 def timed(policy: WorkerPolicy, num_passes: int, *, seconds: float, now: float = 1.0) -> None:
     """Cache passes that are profiled at 10 ms."""
     for _ in range(num_passes):
-        policy.handle(PassTimed(recompute_tokens=0, cache_tokens=32, seconds=seconds), now)
+        policy.handle(PassTimed(load=step_load("cache", 32, 100), seconds=seconds), now)
 
 
 def latency_of_cache_passes(ms: float) -> LatencyProfile:
-    return LatencyProfile({(1, "recompute"): Curve.through([(100, 2 * ms)]), (1, "cache"): Curve.through([(32, ms)])})
+    return LatencyProfile({1: PassCost(curve=((32.0, 0.6 * ms),), cache_step_ms=0.2 * ms, key_ms=0.002 * ms)})
 
 
 @pytest.fixture
@@ -637,7 +637,7 @@ def test_the_latency_ratio_is_the_median_of_measured_over_profiled(measuring: Wo
     timed(measuring, 3, seconds=0.013)
     assert measuring.latency_ratio == pytest.approx(1.3)
     for _ in range(64):
-        measuring.handle(PassTimed(recompute_tokens=100, cache_tokens=0, seconds=9.0), 1.0)
+        measuring.handle(PassTimed(load=step_load("recompute", 100, 100), seconds=9.0), 1.0)
     assert measuring.latency_ratio == 4.0
 
 

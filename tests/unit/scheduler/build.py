@@ -3,7 +3,7 @@
 from typing import Any
 
 from contracts import messages as m
-from services.costs import Curve, LatencyProfile
+from services.costs import LatencyProfile, PassCost
 from services.profile import Decoding, EngineSection, Limits, Profile
 from services.scheduler import events as e
 from services.scheduler.config import SchedulerConfig
@@ -18,22 +18,18 @@ PROFILE = Profile(
     limits=Limits(max_context_tokens=1024, max_output_tokens=256),
     engine=EngineSection(),
 )
-LINE = Curve.through([(0.0, 1.0), (1000.0, 101.0)])  # 1 ms and 0.1 ms a token
-FLAT = Curve.through([(1.0, 5.0), (2.0, 5.0)])
+LINE = PassCost(curve=((0.0, 1.0), (1000.0, 101.0)))  # 1 ms and 0.1 ms a token
+FLAT = PassCost(curve=((1.0, 5.0), (2.0, 5.0)))
 
 
-def latency_of(curve: Curve) -> LatencyProfile:
-    return LatencyProfile({(1, "recompute"): curve, (1, "cache"): curve})
-
-
-def make_scheduler(curve: Curve = LINE, profile: Profile = PROFILE, epoch: int = EPOCH, **config: Any) -> Scheduler:
+def make_scheduler(cost: PassCost = LINE, profile: Profile = PROFILE, epoch: int = EPOCH, **config: Any) -> Scheduler:
     """Fresh: it has not caught up."""
-    return Scheduler(SchedulerConfig(**config), profile, latency_of(curve), epoch)
+    return Scheduler(SchedulerConfig(**config), profile, LatencyProfile({1: cost}), epoch)
 
 
-def make_acting(curve: Curve = LINE, profile: Profile = PROFILE, **config: Any) -> Scheduler:
+def make_acting(cost: PassCost = LINE, profile: Profile = PROFILE, **config: Any) -> Scheduler:
     """One that has started on an empty cluster at time 0."""
-    scheduler = make_scheduler(curve, profile, **config)
+    scheduler = make_scheduler(cost, profile, **config)
     scheduler.handle(e.CaughtUp(), 0.0)
     return scheduler
 

@@ -540,7 +540,7 @@ def test_a_slow_machine_gets_less(make: Make) -> None:
 
 
 def test_a_flat_latency_profile_spreads_all_the_same(make: Make) -> None:
-    scheduler = make(curve=FLAT)
+    scheduler = make(cost=FLAT)
     run(scheduler, 0.0, status("a"), status("b"))
     commands = [run(scheduler, 0.0, seen(f"r{i}", seq=i)) for i in (1, 2)]
     assert [placements(c) for c in commands] == [[("r1", "a")], [("r2", "b")]]
