@@ -217,6 +217,9 @@ class RequestReport(msgspec.Struct, frozen=True, array_like=True):
     confidence: tuple[Probability, Probability, Probability, Probability, Probability]  # min, quartiles, max of commits
     next_recompute: bool  # its next step is a recompute step
     finished: bool
+    prompt_tokens: Count = 0  # 0: the worker is of a version that did not say yet, so the next two say nothing either
+    tokens_left_in_block: Count = 0  # still to commit in the current block; nothing behind its first EOS is
+    ends_in_block: bool = False  # the current block holds an EOS, so it is the last one
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="Report"):

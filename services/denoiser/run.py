@@ -141,6 +141,10 @@ class Run:
     def report(self) -> m.RequestReport:
         """How far it is, for those who decide."""
         confidences = self.confidences + [confidence for _, confidence in self.block.values()]
+        start = self.blocks_done * self.request.block_size
+        end = min(start + self.request.block_size, self.request.max_tokens)
+        first_eos = min((p for p, (token_id, _) in self.block.items() if token_id in self.eos_ids), default=None)
+        end = end if first_eos is None else first_eos
         return m.RequestReport(
             request_id=self.request.request_id,
             attempt=self.attempt,
@@ -154,6 +158,9 @@ class Run:
             confidence=_five_numbers(confidences),
             next_recompute=self.request.cache == "none" or self.steps_in_block == 0,
             finished=self.finished,
+            prompt_tokens=len(self.request.prompt_ids),
+            tokens_left_in_block=0 if self.finished else end - start - sum(p < end for p in self.block),
+            ends_in_block=first_eos is not None,
         )
 
     def held(self) -> m.Held:

@@ -64,6 +64,9 @@ REQUEST_REPORT = m.RequestReport(
     confidence=(0.5, 0.625, 0.75, 0.875, 1.0),
     next_recompute=False,
     finished=False,
+    prompt_tokens=4,
+    tokens_left_in_block=24,
+    ends_in_block=True,
 )
 REQUEST_FORECAST = m.RequestForecast(
     request_id=REQUEST.request_id,

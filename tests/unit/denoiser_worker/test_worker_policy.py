@@ -591,10 +591,34 @@ def test_a_report_says_how_far_each_request_is(policy: WorkerPolicy) -> None:
                 confidence=(0.5, 0.6, 0.7, 0.8, 1.0),
                 next_recompute=False,
                 finished=False,
+                prompt_tokens=4,
+                tokens_left_in_block=3,
+                ends_in_block=False,
             )
         ],
     )
     assert policy.take_report(WALL + 2) is None, "no news since"
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "positions", "token_ids", "left", "ends"),
+    [
+        (8, [1], [21], 3, False),
+        (3, [1], [21], 2, False),  # the last block's end lies behind what is wanted
+        (8, [0, 2, 3], [20, EOS, 23], 1, True),  # what is committed behind the first EOS counts for nothing
+        (8, [1, 3], [EOS, EOS], 1, True),
+    ],
+)
+def test_a_report_says_what_is_left_of_the_block_and_whether_it_is_the_last(
+    policy: WorkerPolicy, max_tokens: int, positions: list[int], token_ids: list[int], left: int, ends: bool
+) -> None:
+    policy.handle(make_assigned(make_request(max_tokens=max_tokens)), 0.0)
+    confidences = [0.9] * len(positions)
+    step = make_step(positions=positions, token_ids=token_ids, confidences=confidences, block_done=False)
+    policy.handle(step, 1.0)
+    report = policy.take_report(WALL)
+    assert report is not None
+    assert [(entry.tokens_left_in_block, entry.ends_in_block) for entry in report.entries] == [(left, ends)]
 
 
 def test_the_last_report_says_that_it_is_finished_even_when_it_is_forgotten(policy: WorkerPolicy) -> None:
