@@ -77,16 +77,17 @@ class Resident(NamedTuple):
 
 def mean_pass(residents: Iterable[Resident], steps_per_block: float) -> PassLoad:
     """What these residents put, on average, into a pass (rule 4)."""
-    total = PassLoad()
-    for resident in residents:
-        canvas = resident.canvas_tokens
-        if resident.cache == "none":
-            total = total.plus(step_load("recompute", canvas, canvas))
-            continue
-        window = resident.block_size if resident.cache == "dual" else resident.output_tokens_left
-        total = total.plus(step_load("recompute", canvas, canvas, 1 / steps_per_block))
-        total = total.plus(step_load("cache", window, canvas, 1 - 1 / steps_per_block))
-    return total
+    tokens = recompute_steps = cache_steps = keys = pairs = 0.0
+    for canvas, block_size, cache, output_tokens_left in residents:
+        recompute = 1.0 if cache == "none" else 1 / steps_per_block
+        window = block_size if cache == "dual" else output_tokens_left
+        rows = recompute * canvas + (1 - recompute) * window
+        tokens += rows
+        recompute_steps += recompute
+        cache_steps += 1 - recompute
+        keys += canvas
+        pairs += rows * canvas
+    return PassLoad(tokens, recompute_steps, cache_steps, keys, pairs)
 
 
 # --- prices -------------------------------------------------------------------------------------------------------
