@@ -132,8 +132,8 @@ def varlen_attention(pool: KVPool, windows: Sequence[tuple[str, tuple[int, int]]
         varlen,
         slots_T=pool.slots_of([pool.run(request_id, window) for request_id, window in windows]),
         row_counts=row_counts,
-        cu_rows=torch.from_numpy(cumulative_rows(row_counts)).to(pool.device),
-        cu_keys=torch.from_numpy(cumulative_keys(spans)).to(pool.device),
+        cu_rows=torch.from_numpy(cumulative_rows(row_counts)).to(pool.device, non_blocking=True),
+        cu_keys=torch.from_numpy(cumulative_keys(spans)).to(pool.device, non_blocking=True),
         max_rows=max(row_counts),
         max_keys=max(span.length for span in spans),
     )

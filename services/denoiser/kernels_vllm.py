@@ -14,7 +14,9 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from services.denoiser.kernels import NUM_SPLITS, Kernels, Quantization, Rotary, Varlen, rotary_angles
+from services.denoiser.kernels import NUM_SPLITS, Kernels, Quantization, Rotary, Varlen, rotary_angles, torch_varlen
+
+_CPU_HEAD_DIM = 16
 
 
 class VllmKernels(Kernels):
@@ -41,8 +43,13 @@ class VllmKernels(Kernels):
         return output_TF
 
     def rotary(self, *, head_dim: int, theta: float, max_positions: int, dtype: torch.dtype, rounded: bool) -> Rotary:
-        # On a CPU the kernel takes sines of the activations' dtype alone.
-        table_dtype = dtype if rounded or self.device.type == "cpu" else torch.float32
+        table_dtype = dtype if rounded else torch.float32
+        if self.device.type == "cpu":
+            if head_dim % _CPU_HEAD_DIM:  # the kernel would end the process
+                raise ValueError(
+                    f'kernels = "vllm" on a CPU takes heads of a multiple of {_CPU_HEAD_DIM}, not {head_dim}'
+                )
+            table_dtype = dtype  # and no other
         return PositionRotary(head_dim, theta, max_positions, device=self.device, dtype=table_dtype)
 
     def quantize_fp8(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,9 +91,11 @@ class PositionRotary:
 
 def _flash_attention(head_dim: int) -> Varlen:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     version = get_flash_attn_version(head_size=head_dim)
+    if version is None:  # it has none for this GPU
+        return torch_varlen
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     def varlen(
         query_THD: Tensor,

@@ -190,21 +190,28 @@ class Ran:
 
 
 def run(
-    cases: list[Case], *, passes_between_starts: int = 0, ranks: Ranks | None = None, **config: Any
+    cases: list[Case],
+    *,
+    passes_between_starts: int = 0,
+    ranks: Ranks | None = None,
+    model: Model | None = None,
+    **config: Any,
 ) -> dict[str, Ran]:
     """Decode cases of one model in one engine, each starting so many passes after the one before.
 
-    Among several `ranks` this is one's engine, and its logits are of its share of the vocabulary.
+    Among several `ranks` this is one's engine, and its logits are of its share of the vocabulary. `model`: the cases'
+    own, loaded in another way.
     """
     folder = cases[0].model_folder
-    model = RecordingModel(load_model(folder, ranks=ranks) if ranks else model_of(folder))
+    model = model or (load_model(folder, ranks=ranks) if ranks else model_of(folder))
+    recording = RecordingModel(model)
     budget = sum(case.job().canvas_tokens for case in cases)
-    engine = Engine(model, config=EngineConfig(kv_budget_tokens=budget, max_requests=len(cases), **config))
+    engine = Engine(recording, config=EngineConfig(kv_budget_tokens=budget, max_requests=len(cases), **config))
     waiting, ran = list(cases), {case.inputs.case: Ran() for case in cases}
     for number in range(MAX_PASSES):
         while waiting and number >= (len(cases) - len(waiting)) * passes_between_starts:
             engine.admit(waiting.pop(0).job())
-        _note(engine, model, ran)
+        _note(engine, recording, ran)
         if not waiting and not engine.running:
             return ran
     raise AssertionError(f"not done after {MAX_PASSES} passes: {engine.running}")
