@@ -6,6 +6,7 @@ reason.
 
 import tomllib
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,6 +36,31 @@ class Decoding(Section, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     max_tokens: Positive = 256  # where the client names no length: the canvas is sized by it, so it is the cost knob
     steps_per_block: Annotated[float, Meta(ge=1.0)] = 8.0  # mean at `threshold`; prices a request before it has run
+    steps_by_threshold: tuple[Annotated[float, Meta(ge=1.0)], ...] = ()  # mean at each of `thresholds`; (): estimated
+
+    @property
+    def mean_steps(self) -> tuple[float, ...]:
+        """Steps per block, on average, at each of `thresholds`.
+
+        Where they are not given, `steps_per_block` scaled as the total steps in the published runs of LLaDA-8B-Instruct
+        on GSM8K (the TeDiServe paper's artifact, 653 requests at each threshold).
+        """
+        if self.steps_by_threshold:
+            return self.steps_by_threshold
+        at_default = _published_steps(self.threshold)
+        return tuple(max(1.0, self.steps_per_block * _published_steps(t) / at_default) for t in self.thresholds)
+
+
+_PUBLISHED_STEPS = ((0.5, 39.4), (0.6, 45.0), (0.7, 54.4), (0.8, 67.3), (0.9, 86.0))  # threshold, steps of a request
+
+
+def _published_steps(threshold: float) -> float:
+    """Between two published thresholds in proportion, and beyond them as at the nearest."""
+    for (left, steps_left), (right, steps_right) in pairwise(_PUBLISHED_STEPS):
+        if threshold <= right:
+            share = max(0.0, threshold - left) / (right - left)
+            return steps_left + share * (steps_right - steps_left)
+    return _PUBLISHED_STEPS[-1][1]
 
 
 class Limits(Section, frozen=True, kw_only=True):
@@ -116,6 +142,16 @@ def _check(profile: Profile, path: Path) -> None:
     d, limits = profile.decoding, profile.limits
     if not d.thresholds or list(d.thresholds) != sorted(set(d.thresholds)):
         raise ConfigError(f"{path}: decoding.thresholds must be ascending and not empty, is {d.thresholds}")
+    if d.steps_by_threshold and len(d.steps_by_threshold) != len(d.thresholds):
+        raise ConfigError(
+            f"{path}: decoding.steps_by_threshold needs a number for each of decoding.thresholds: "
+            f"{len(d.thresholds)}, not {len(d.steps_by_threshold)}"
+        )
+    if list(d.steps_by_threshold) != sorted(d.steps_by_threshold):
+        raise ConfigError(
+            f"{path}: decoding.steps_by_threshold must not fall: a higher threshold never needs fewer steps, "
+            f"is {d.steps_by_threshold}"
+        )
     if limits.max_output_tokens % d.block_size:
         raise ConfigError(
             f"{path}: limits.max_output_tokens {limits.max_output_tokens} is no multiple of "

@@ -20,6 +20,10 @@ PURE = sorted(
         SERVICES / "scheduler" / "events.py",
         SERVICES / "scheduler" / "instances.py",
         SERVICES / "scheduler" / "waiting.py",
+        SERVICES / "threshold_controller" / "events.py",
+        SERVICES / "threshold_controller" / "load.py",
+        SERVICES / "threshold_controller" / "needs.py",
+        SERVICES / "threshold_controller" / "prices.py",
     ]
 )
 STANDARD = {
@@ -45,7 +49,7 @@ def module_of(path: Path) -> str:
 
 
 def test_each_service_has_a_policy() -> None:
-    assert {path.parent.name for path in PURE} == {"denoiser", "gateway", "scheduler"}
+    assert {path.parent.name for path in PURE} == {"denoiser", "gateway", "scheduler", "threshold_controller"}
     assert len(PURE) >= 10
 
 

@@ -1,0 +1,163 @@
+"""How many steps a request still needs, under each threshold of the set. Pure.
+
+1. A forecast holds for the number of steps that the request had run by then. Since then it counts down: one a step,
+   and one block for each block that has begun.
+2. It is used until two more blocks have begun without a newer one: then its maker is gone.
+3. Without one, the profile's mean steps per block count for each block to begin, and for the open block as far as it
+   is still masked. How many blocks will begin is what finished requests say that got as far; the whole canvas where
+   the request ignores the end of text, or too few have finished.
+4. `risk` says which number is meant: 0 the mean, 1 the upper bound, -1 as far below the mean as the bound is above it.
+   Without a forecast the bound is `_SPREAD` of the mean away, and at -1 a text may end with its open block.
+5. A request that is not finished needs one step at least, and at a block's end one block; it cannot need more blocks
+   than its canvas has. A higher threshold never needs less.
+6. The first step of a block is a recompute step, the others are cache steps; without a cache all are recompute steps.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from contracts.messages import CacheMode, RequestForecast
+
+_SPREAD = 0.25
+_MOST_BLOCKS_SINCE = 2  # begun since its forecast: then it is stale
+_MOST_LENGTHS = 512  # finished requests that are remembered
+_FEWEST_LENGTHS = 8  # that say something
+
+
+class Need(NamedTuple):
+    """Steps."""
+
+    recompute: float
+    cache: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a request is."""
+
+    steps: int = 0
+    blocks_done: int = 0
+    steps_in_block: int = 0
+    masked_in_block: float = 1.0  # share of the open block
+
+    @property
+    def begun(self) -> int:
+        """Blocks whose first step has run."""
+        return self.blocks_done + (self.steps_in_block > 0)
+
+
+class Lengths:
+    """How many blocks the answers of finished requests have."""
+
+    def __init__(self) -> None:
+        self._last: deque[int] = deque(maxlen=_MOST_LENGTHS)
+        self._means: dict[tuple[int, int], float] = {}  # what was asked since the last one came
+
+    def note(self, blocks: int) -> None:
+        self._last.append(blocks)
+        self._means.clear()
+
+    def mean_left(self, begun: int, num_blocks: int) -> float:
+        """Blocks still to begin, on average, where `begun` of `num_blocks` have (rule 3)."""
+        found = self._means.get((begun, num_blocks))
+        if found is None:
+            found = self._means[begun, num_blocks] = self._count(begun, num_blocks)
+        return found
+
+    def _count(self, begun: int, num_blocks: int) -> float:
+        longer = [blocks for blocks in self._last if blocks >= begun]
+        if len(longer) < _FEWEST_LENGTHS:
+            return float(num_blocks - begun)
+        return sum(min(blocks, num_blocks) - begun for blocks in longer) / len(longer)
+
+
+class Shape(NamedTuple):
+    """What of a request bears on its steps."""
+
+    num_blocks: int
+    cache: CacheMode
+    ignore_eos: bool
+
+
+class Outlook:
+    """One request's forecast and what has happened since."""
+
+    def __init__(self) -> None:
+        self.forecast: RequestForecast | None = None
+        self._begun_at: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)  # (steps, blocks begun), ascending
+
+    def note_standing(self, standing: Standing) -> None:
+        if standing.steps > self._begun_at[-1][0]:
+            self._begun_at.append((standing.steps, standing.begun))
+
+    def note_forecast(self, forecast: RequestForecast) -> bool:
+        """False: an older one, which says nothing new."""
+        if self.forecast is not None and forecast.steps < self.forecast.steps:
+            return False
+        self.forecast = forecast
+        return True
+
+    def reset(self) -> None:
+        """The request starts again from an earlier point."""
+        self.forecast = None
+        self._begun_at.clear()
+        self._begun_at.append((0, 0))
+
+    def usable(self, standing: Standing) -> bool:
+        """Whether there is a forecast that is not stale (rule 2)."""
+        return self.forecast is not None and self._begun_since(self.forecast, standing) < _MOST_BLOCKS_SINCE
+
+    def _begun_since(self, forecast: RequestForecast, standing: Standing) -> int:
+        known = [begun for steps, begun in self._begun_at if steps <= forecast.steps]
+        return standing.begun - known[-1] if known else 0
+
+    def needs(
+        self, standing: Standing, shape: Shape, means: Sequence[float], lengths: Lengths, risk: float
+    ) -> list[Need]:
+        """What is still needed, by threshold. `means`: the profile's steps per block, by threshold."""
+        if self.forecast is not None and self.usable(standing):
+            pairs = self._from_forecast(self.forecast, standing, risk)
+        else:
+            pairs = _from_means(standing, shape, means, lengths, risk)
+        fewest_blocks = 0.0 if standing.steps_in_block else 1.0
+        most_blocks = float(max(shape.num_blocks - standing.begun, fewest_blocks))
+        needs = []
+        most_steps = most_recomputes = 0.0
+        for steps, blocks in pairs:
+            blocks = min(max(blocks, fewest_blocks), most_blocks)
+            most_steps = max(most_steps, steps, blocks, 1.0)
+            most_recomputes = most_steps if shape.cache == "none" else max(most_recomputes, blocks)
+            needs.append(Need(most_recomputes, most_steps - most_recomputes))
+        return needs
+
+    def _from_forecast(self, forecast: RequestForecast, standing: Standing, risk: float) -> list[tuple[float, float]]:
+        steps_since = standing.steps - forecast.steps
+        begun_since = self._begun_since(forecast, standing)
+        pairs = []
+        for mean, upper, blocks in zip(
+            forecast.steps_left, forecast.steps_left_upper, forecast.blocks_left, strict=True
+        ):
+            steps = mean + risk * max(upper - mean, 0.0)
+            stretch = steps / mean if mean > 0 else 1.0  # more steps come in more blocks
+            pairs.append((steps - steps_since, stretch * blocks - begun_since))
+        return pairs
+
+
+def _from_means(
+    standing: Standing, shape: Shape, means: Sequence[float], lengths: Lengths, risk: float
+) -> list[tuple[float, float]]:
+    """Rule 3."""
+    if shape.ignore_eos:
+        blocks = float(shape.num_blocks - standing.begun)
+    elif risk < 0:
+        blocks = 0.0 if standing.steps_in_block else 1.0
+    else:
+        blocks = lengths.mean_left(standing.begun, shape.num_blocks)
+    stretch = 1.0 + risk * _SPREAD
+    pairs = []
+    for mean in means:
+        open_block = max(1.0, mean * standing.masked_in_block) if standing.steps_in_block else 0.0
+        pairs.append((stretch * (open_block + mean * blocks), blocks))
+    return pairs

@@ -1,0 +1,748 @@
+"""Which threshold each running request gets, and how high it may be at most.
+
+The open requests are what REQUESTS holds, less those whose record is final. In the order the code applies them:
+
+1. A fresh controller first reads both streams, then asks for statuses, and decides nothing before `settle_s` later.
+2. A request is where the newest sign of it says: report, record, status. Newer is the higher attempt, then the more
+   steps. What an instance reported or wrote last about a request that it gave back does not bring it back there.
+   An instance that exited, or without a sign of life for `instance_silent_s`, holds nothing and is no capacity.
+3. How many steps a request still needs under each threshold: `needs.py`. What they cost: `prices.py`.
+4. Hopeless is a request whose deadline would pass even if it ran alone on the fastest instance at the lowest threshold,
+   and needed as few steps as its forecast's spread allows. It runs at the lowest threshold.
+   `paper`: its slack is at most 0.7 times the mean steps at the lowest threshold, all of them recompute steps.
+Load control, `load_every_s` after something changed:
+5. Demand is the work of all requests, capacity the time of all instances over the horizon: the mean SLO of the
+   requests, weighted by their work at the lowest threshold. Without any SLO there is nothing to keep, and no cap.
+6. Requests with a deadline come first, then those without, for they can wait; hopeless ones come last. Each group
+   shares out what the one before it left, in order of priority, then arrival (`load.py`); hopeless ones get the lowest.
+   `paper`: all are one group.
+Deadline control, of a whole instance at once, when its batch, a forecast or a cap changed, with each report on a
+request without a forecast, and each `repeat_s`:
+7. A pin is never touched. Without a deadline a request runs at its cap, a hopeless one at the lowest threshold.
+8. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says:
+   `flat`: the highest threshold, not above the cap, at which the rest ends in time; if none, the lowest.
+   `low_first`: the cap, if at it the rest ends in time; else the lowest, until it does.
+   `high_first`: the highest, not above the cap, at which the open block ends so early that the rest can still be made
+   at the lowest.
+9. How often the others recompute depends on their thresholds, and these on it: from everybody at the cap down, until
+   nothing changes or `_ROUNDS` are over. So what is decided depends on what is known, not on what was decided before.
+10. An instance is told the thresholds of all that it holds when one changed, and each `repeat_s`.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from contracts import messages as m
+from contracts.messages import GenerateRequest, ProgressRecord
+from services.costs import LatencyProfile, Resident
+from services.profile import Profile
+from services.threshold_controller.config import ThresholdControllerConfig
+from services.threshold_controller.events import (
+    AskStatus,
+    CaughtUp,
+    Command,
+    Decision,
+    Event,
+    ForecastSeen,
+    InstanceExited,
+    Reason,
+    Reconnected,
+    RecordSeen,
+    ReportSeen,
+    RequestSeen,
+    SendLoadState,
+    SendThresholds,
+    Settled,
+    StatusSeen,
+    Tick,
+    WakeAt,
+)
+from services.threshold_controller.load import Works, grant, horizon
+from services.threshold_controller.needs import Lengths, Need, Outlook, Shape, Standing
+from services.threshold_controller.prices import (
+    StepPrices,
+    Supply,
+    alone_prices,
+    others_of,
+    own_prices,
+    paper_own_prices,
+    shared_prices,
+)
+
+_MAX_PAST = 4096  # ids of requests that ended, kept for those that are seen after their record
+_MAX_GONE = 4096  # ids of instances that exited, kept for statuses that arrive after the news
+_MAX_PRICES = 4096  # kinds of requests whose prices are kept
+_RATIO_BOUNDS = (0.5, 4.0)
+_RATIO_CHANGE = 0.1  # of itself; a latency ratio that changes less changes no price
+_MOST_STALE = 256  # requests whose work is computed anew in one run of load control, where only prices have changed
+_ROUNDS = 3
+_PAPER_HOPELESS = 0.7
+_FORGET_S = 60.0  # after its time limit, a request whose end was never heard of
+
+
+_START = Standing()
+_UNKNOWN = Supply(tp_degree=1, max_requests=1, kv_tokens=1, latency_ratio=1.0)
+
+
+# --- state --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open request. `instance_id`: who holds it, as far as anybody knows; "": it waits."""
+
+    id: str
+    rank: tuple[int, int]  # most urgent first, then by arrival
+    pin: float | None
+    deadline: float | None
+    slo_s: float | None
+    expires_at: float
+    canvas_tokens: int
+    block_size: int
+    shape: Shape
+    cap: int  # index into the threshold set
+    attempt: int = 1
+    record_seq: int = 0
+    instance_id: str = ""
+    given_back_by: str = ""  # who held it before it waited
+    ended: bool = False  # its last step has run; its record follows
+    standing: Standing = _START
+    outlook: Outlook = field(default_factory=Outlook)
+    hopeless: bool = False
+    decision: Decision | None = None
+    means: list[Need] | None = None  # that it still needs, by threshold; None: to be computed anew
+    planned: list[Need] | None = None  # the same, at the steps that deadline control plans for
+    works: Works | None = None  # what that costs all; None: to be computed anew
+    is_stale: bool = False  # `works` and `least_s` are at old prices
+    least_s: float = 0.0  # that it still takes, whatever is done (rule 4); computed with `works`
+
+    @property
+    def resident(self) -> Resident:
+        blocks_left = max(1, self.shape.num_blocks - self.standing.blocks_done) if self.shape.cache == "prefix" else 1
+        return Resident(self.canvas_tokens, self.block_size, self.shape.cache, blocks_left * self.block_size)
+
+    def change(self) -> None:
+        """What it still needs is another thing now."""
+        self.means = self.planned = self.works = None
+
+
+@dataclass(slots=True, eq=False)
+class _Instance:
+    """It exists from the first sign of it; it counts once its status is known (`heard`)."""
+
+    id: str
+    seen_at: float
+    heard: bool = False
+    supply: Supply = _UNKNOWN
+    residents: dict[str, _Open] = field(default_factory=dict)
+    told: frozenset[tuple[str, int, float]] = frozenset()  # ids, attempts and thresholds
+    repeat_at: float = 0.0
+
+
+class _Prices(NamedTuple):
+    shared: StepPrices
+    alone: StepPrices
+
+
+_Alarm: TypeAlias = Literal["instance", "load", "load_state", "repeat", "settle"]
+
+
+class ThresholdController:
+    """Event in, commands out."""
+
+    def __init__(self, config: ThresholdControllerConfig, profile: Profile, latency: LatencyProfile) -> None:
+        self.config = config
+        self.thresholds = profile.decoding.thresholds
+        self._profile = profile
+        self._latency = latency
+        self._means = profile.decoding.mean_steps
+        self._is_paper = config.policy == "paper"
+        self._risk = 0.0 if self._is_paper else config.risk
+        self._top = len(self.thresholds) - 1
+        self._open: dict[str, _Open] = {}
+        self._ranked: list[tuple[tuple[int, int], _Open]] = []  # no two ranks are equal
+        self._instances: dict[str, _Instance] = {}
+        self._past: OrderedDict[str, None] = OrderedDict()
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._lengths = Lengths()
+        self._fleet: dict[Supply, int] = {}  # how many instances of each kind
+        self._prices: dict[Resident, _Prices] = {}
+        self._settled = False
+        self._load_changed = False
+        self._load_is_due = False  # its alarm is set
+        self._load_at = 0.0  # load control runs not before
+        self._load_state: m.LoadState | None = None
+        self._horizon_s = 0.0  # the last one, where no request has a deadline
+        self._undecided: set[str] = set()  # instances to be decided anew at the end of this `handle`
+        self._alarms: list[tuple[float, _Alarm, str]] = []  # a heap; what they are for is checked when they ring
+        self._wake_at: float | None = None
+        self._commands: list[Command] = []
+
+    # --- what is asked about it ---
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def load_state(self) -> m.LoadState | None:
+        """The last one; None before load control has run."""
+        return self._load_state
+
+    def num_decided(self) -> dict[Reason, int]:
+        """Requests that instances hold, by the reason for their threshold."""
+        counts: Counter[Reason] = Counter({"pin": 0, "slack": 0, "cap": 0, "deadline": 0, "hopeless": 0})
+        counts.update(open_.decision.reason for open_ in self._open.values() if open_.decision is not None)
+        return dict(counts)
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        self._apply(event, now)
+        if self._settled:
+            self._decide(now)
+            self._plan_load_control(now)
+        self._wake_for_alarms()
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _apply(self, event: Event, now: float) -> None:
+        match event:
+            case ReportSeen():
+                self._note_report(event.report, now)
+            case ForecastSeen():
+                self._note_forecast(event.forecast)
+            case RecordSeen():
+                self._note_record(event, now)
+            case RequestSeen():
+                self._note_request(event)
+            case StatusSeen():
+                self._note_status(event.status, now)
+            case Tick():
+                self._ring_alarms(now)
+            case InstanceExited():
+                _remember(self._gone, event.instance_id, _MAX_GONE)
+                self._lose_instance(event.instance_id)
+            case CaughtUp():
+                self._commands.append(AskStatus())
+                self._set_alarm(now + self.config.settle_s, "settle", "")
+                self._restart_silence(now)
+            case Reconnected():
+                self._restart_silence(now)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _note_request(self, event: RequestSeen) -> None:
+        request = event.request
+        if request.request_id in self._open or request.request_id in self._past:
+            return
+        if request.model != self._profile.model:
+            return
+        open_ = _Open(
+            id=request.request_id,
+            rank=(-request.priority, event.seq),
+            pin=request.threshold,
+            deadline=event.deadline,
+            slo_s=_slo_of(request),
+            expires_at=event.expires_at,
+            canvas_tokens=request.canvas_tokens,
+            block_size=request.block_size,
+            shape=Shape(request.num_blocks, request.cache, request.ignore_eos),
+            cap=self._top,
+        )
+        self._open[open_.id] = open_
+        insort(self._ranked, (open_.rank, open_), key=_rank_of)
+        self._load_changed = True
+
+    def _note_record(self, event: RecordSeen, now: float) -> None:
+        record = event.record
+        open_ = self._open.get(record.request_id)
+        if record.is_final:
+            if record.state == "finished" and record.blocks_done:
+                self._lengths.note(record.blocks_done)
+            _remember(self._past, record.request_id, _MAX_PAST)
+            if open_ is not None:
+                self._close(open_)
+            return
+        if open_ is None or event.seq <= open_.record_seq or record.attempt < open_.attempt:
+            return
+        open_.record_seq = event.seq
+        standing = Standing(steps=_steps_of(record), blocks_done=record.blocks_done)
+        if record.attempt == open_.attempt and standing.steps < open_.standing.steps:
+            return  # told by its reports already
+        self._advance(open_, record.attempt, standing)
+        if record.state == "released" or not record.holder:
+            open_.given_back_by = record.holder or open_.instance_id
+            self._detach(open_)
+        elif record.holder not in self._gone:
+            self._attach(open_, record.holder, now)
+
+    def _close(self, open_: _Open) -> None:
+        self._detach(open_)
+        del self._open[open_.id]
+        place = bisect_left(self._ranked, open_.rank, key=_rank_of)
+        assert self._ranked[place][1] is open_
+        del self._ranked[place]
+        self._load_changed = True
+
+    def _advance(self, open_: _Open, attempt: int, standing: Standing) -> None:
+        """It is so far now."""
+        if attempt > open_.attempt:
+            open_.attempt = attempt
+            open_.outlook.reset()
+        open_.standing = standing
+        open_.outlook.note_standing(standing)
+        open_.ended = False
+        open_.change()
+        self._load_changed = True
+        if not open_.outlook.usable(standing):
+            self._undecided.add(open_.instance_id)
+
+    # --- instances ------------------------------------------------------------------------------------------------
+
+    def _note_report(self, report: m.Report, now: float) -> None:
+        if report.instance_id in self._gone:
+            return
+        instance = self._instance(report.instance_id, now)
+        self._note_ratio(instance, report.latency_ratio)
+        for entry in report.entries:
+            open_ = self._open.get(entry.request_id)
+            if open_ is None or (entry.attempt, entry.steps) < (open_.attempt, open_.standing.steps):
+                continue
+            is_news = (entry.attempt, entry.steps) > (open_.attempt, open_.standing.steps)
+            if not is_news and open_.instance_id != instance.id:
+                continue  # what was known of it before it left this instance
+            in_block = open_.block_size - entry.tokens_committed_in_block
+            masked = max(0.0, in_block / open_.block_size)
+            standing = Standing(entry.steps, entry.block_index, entry.steps_in_block, masked)
+            self._advance(open_, entry.attempt, standing)
+            self._attach(open_, instance.id, now)
+            if entry.finished:
+                open_.ended = True
+                self._undecided.add(instance.id)
+
+    def _note_status(self, status: m.InstanceStatus, now: float) -> None:
+        if status.instance_id in self._gone or status.model != self._profile.model:
+            return
+        instance = self._instance(status.instance_id, now)
+        supply = Supply(status.tp_degree, status.max_requests, status.kv_tokens, instance.supply.latency_ratio)
+        if not instance.heard or supply != instance.supply:
+            instance.heard, instance.supply = True, supply
+            self._note_fleet(instance)
+        self._note_ratio(instance, status.latency_ratio)
+        for held in status.held:
+            open_ = self._open.get(held.request_id)
+            if open_ is None or held.attempt < open_.attempt:
+                continue
+            if held.attempt > open_.attempt:
+                self._advance(open_, held.attempt, Standing(blocks_done=held.blocks_done))
+                self._attach(open_, instance.id, now)
+            elif not open_.instance_id and open_.given_back_by != instance.id:
+                self._attach(open_, instance.id, now)
+
+    def _note_ratio(self, instance: _Instance, ratio: float) -> None:
+        low, high = _RATIO_BOUNDS
+        ratio = min(max(ratio, low), high)
+        if abs(ratio - instance.supply.latency_ratio) > _RATIO_CHANGE * instance.supply.latency_ratio:
+            instance.supply = instance.supply._replace(latency_ratio=ratio)
+            self._note_fleet(instance)
+
+    def _note_fleet(self, instance: _Instance) -> None:
+        """What instances there are has changed: so have all prices."""
+        self._undecided.add(instance.id)
+        counts = Counter(other.supply for other in self._instances.values() if other.heard)
+        self._fleet = dict(sorted(counts.items()))
+        self._prices.clear()
+        for open_ in self._open.values():
+            open_.is_stale = True
+        self._load_changed = True
+
+    def _instance(self, instance_id: str, now: float) -> _Instance:
+        """With a sign of life."""
+        instance = self._instances.get(instance_id)
+        if instance is None:
+            instance = self._instances[instance_id] = _Instance(instance_id, now)
+            self._set_alarm(now + self.config.instance_silent_s, "instance", instance_id)
+            instance.repeat_at = now + self.config.repeat_s
+            self._set_alarm(instance.repeat_at, "repeat", instance_id)
+        instance.seen_at = now
+        return instance
+
+    def _lose_instance(self, instance_id: str) -> None:
+        instance = self._instances.pop(instance_id, None)
+        if instance is None:
+            return
+        for open_ in list(instance.residents.values()):
+            self._detach(open_)
+        self._note_fleet(instance)
+
+    def _restart_silence(self, now: float) -> None:
+        for instance in self._instances.values():
+            instance.seen_at = now
+
+    def _attach(self, open_: _Open, instance_id: str, now: float) -> None:
+        if open_.instance_id == instance_id:
+            return
+        self._detach(open_)
+        instance = self._instances.get(instance_id) or self._instance(instance_id, now)
+        open_.instance_id = instance_id
+        instance.residents[open_.id] = open_
+        self._undecided.add(instance_id)
+
+    def _detach(self, open_: _Open) -> None:
+        instance = self._instances.get(open_.instance_id)
+        if instance is not None:
+            del instance.residents[open_.id]
+            self._undecided.add(instance.id)
+        open_.instance_id = ""
+        open_.decision = None
+
+    def _note_forecast(self, forecast: m.Forecast) -> None:
+        if forecast.thresholds != self.thresholds:
+            return
+        count = len(self.thresholds)
+        for entry in forecast.entries:
+            open_ = self._open.get(entry.request_id)
+            if open_ is None or entry.attempt != open_.attempt:
+                continue
+            if {len(entry.steps_left), len(entry.steps_left_upper), len(entry.blocks_left)} != {count}:
+                continue
+            if open_.outlook.note_forecast(entry):
+                open_.change()
+                self._undecided.add(open_.instance_id)
+                self._load_changed = True
+
+    # --- rule 4: who is hopeless ----------------------------------------------------------------------------------
+
+    def _prices_of(self, resident: Resident) -> _Prices:
+        found = self._prices.get(resident)
+        if found is None:
+            if len(self._prices) >= _MAX_PRICES:
+                self._prices.clear()
+            ends = self._means[0], self._means[-1]
+            found = self._prices[resident] = _Prices(
+                shared_prices(self._latency, self._fleet, resident, ends, self.config.policy),
+                alone_prices(self._latency, self._fleet, resident),
+            )
+        return found
+
+    def _needs(self, open_: _Open, risk: float) -> list[Need]:
+        """By threshold of the set; a single one if the request is pinned."""
+        needs = open_.outlook.needs(open_.standing, open_.shape, self._means, self._lengths, risk)
+        return needs if open_.pin is None else [_at(open_.pin, self.thresholds, needs)]
+
+    def _mean_needs(self, open_: _Open) -> list[Need]:
+        if open_.means is None:
+            open_.means = self._needs(open_, 0.0)
+        return open_.means
+
+    def _weigh(self, open_: _Open) -> None:
+        """Fills in what the request costs all, and the least that it still takes."""
+        prices = self._prices_of(open_.resident)
+        needs = self._mean_needs(open_)
+        open_.works = tuple([n.recompute * prices.shared.recompute + n.cache * prices.shared.cache for n in needs])
+        open_.is_stale = False
+        if self._is_paper:
+            steps = needs[0].recompute + needs[0].cache
+            open_.least_s = _PAPER_HOPELESS * steps * prices.alone.recompute
+        elif open_.deadline is not None:
+            least = self._needs(open_, -1.0)[0]
+            open_.least_s = least.recompute * prices.alone.recompute + least.cache * prices.alone.cache
+
+    def _is_hopeless(self, open_: _Open, now: float) -> bool:
+        """`works` must be known."""
+        return open_.deadline is not None and open_.deadline - self.config.margin_s - now < open_.least_s
+
+    # --- rules 5 and 6: load control ------------------------------------------------------------------------------
+
+    def _plan_load_control(self, now: float) -> None:
+        if self._load_changed and not self._load_is_due:
+            self._load_is_due = True
+            self._set_alarm(max(now, self._load_at), "load", "")
+
+    def _control_load(self, now: float, *, say: bool = False) -> None:
+        """`say`: even where nothing has changed."""
+        self._load_changed = self._load_is_due = False
+        self._load_at = now + self.config.load_every_s
+        urgent: list[_Open] = []  # with a deadline
+        patient: list[_Open] = []  # without
+        hopeless: list[_Open] = []
+        num_stale = 0
+        for _, open_ in self._ranked:
+            if open_.ended:
+                continue
+            if open_.works is None or (open_.is_stale and num_stale < _MOST_STALE):
+                num_stale += open_.works is not None
+                self._weigh(open_)
+            is_hopeless = self._is_hopeless(open_, now)
+            if is_hopeless != open_.hopeless:
+                open_.hopeless = is_hopeless
+                self._undecided.add(open_.instance_id)
+            (hopeless if is_hopeless else patient if open_.deadline is None else urgent).append(open_)
+        self._load_changed = num_stale == _MOST_STALE  # there may be more
+        groups = [self._together(urgent, patient, hopeless), [], []] if self._is_paper else [urgent, patient, hopeless]
+        over_s = horizon([(o.slo_s or 0.0, _works(o)[0]) for o in groups[0] if o.deadline is not None])
+        self._horizon_s = over_s or self._horizon_s
+        capacity = self._horizon_s * sum(self._fleet.values())
+        self._share_out(groups, capacity, is_limited=over_s is not None and self.config.load_control)
+        self._note_load_state(groups, capacity, say)
+
+    @staticmethod
+    def _together(*groups: list[_Open]) -> list[_Open]:
+        return sorted((open_ for group in groups for open_ in group), key=lambda o: o.rank)
+
+    def _share_out(self, groups: Sequence[Sequence[_Open]], capacity: float, *, is_limited: bool) -> None:
+        """Gives everybody a cap. `groups`: of rule 6, the last one is hopeless."""
+        left = capacity
+        for group in groups[:-1]:
+            given = grant([_works(open_) for open_ in group], left, paper=self._is_paper)
+            for open_, cap in zip(group, given.caps, strict=True):
+                self._set_cap(open_, cap if is_limited and open_.pin is None else self._top)
+            left = given.spare_s if given.is_open else -1.0
+        for open_ in groups[-1]:
+            self._set_cap(open_, 0 if is_limited else self._top)
+
+    def _set_cap(self, open_: _Open, cap: int) -> None:
+        if cap != open_.cap:
+            open_.cap = cap
+            self._undecided.add(open_.instance_id)
+
+    def _note_load_state(self, groups: Sequence[Sequence[_Open]], capacity: float, say: bool) -> None:
+        demand = floor = 0.0
+        caps: dict[int, float] = {}  # by priority, of the last request; of the first group where it is in several
+        for group in reversed(groups):
+            for open_ in group:
+                works = _works(open_)
+                floor += works[0]
+                demand += works[open_.cap] if len(works) > 1 else works[0]
+                if open_.pin is None and not open_.hopeless:
+                    caps[-open_.rank[0]] = self.thresholds[open_.cap]
+        state = m.LoadState(
+            sent_at=0.0,
+            horizon_s=self._horizon_s,
+            demand_s=demand,
+            capacity_s=capacity,
+            caps=[m.PriorityCap(priority=p, threshold=cap) for p, cap in sorted(caps.items(), reverse=True)],
+            num_open=sum(map(len, groups)),
+            num_hopeless=sum(open_.hopeless for group in groups for open_ in group),
+            floor_s=floor,
+        )
+        before, self._load_state = self._load_state, state
+        if say or before is None or (before.caps, before.num_hopeless) != (state.caps, state.num_hopeless):
+            self._commands.append(SendLoadState(state))
+
+    # --- rules 7 and 8: deadline control --------------------------------------------------------------------------
+
+    def _decide(self, now: float) -> None:
+        for instance_id in sorted(self._undecided):
+            instance = self._instances.get(instance_id)
+            if instance is not None and instance.heard:
+                self._decide_instance(instance, now)
+                self._tell(instance)
+        self._undecided.clear()
+
+    def _decide_instance(self, instance: _Instance, now: float) -> None:
+        batch = [open_ for _, open_ in sorted(instance.residents.items()) if not open_.ended]
+        choices = [self._choose_untimed(open_, now) for open_ in batch]
+        timed = [i for i, choice in enumerate(choices) if choice is None]
+        chosen = [
+            (open_.cap, _reason_at(open_.cap, self._top)) if c is None else c
+            for open_, c in zip(batch, choices, strict=True)
+        ]
+        for _ in range(_ROUNDS if timed else 0):
+            prices = self._batch_prices(instance, batch, [index for index, _ in chosen], timed)
+            before = list(chosen)
+            for i in timed:
+                chosen[i] = self._choose_timed(batch[i], prices[i], now)
+            if chosen == before:
+                break
+        for open_, (index, reason) in zip(batch, chosen, strict=True):
+            threshold = self.thresholds[index] if open_.pin is None else open_.pin
+            open_.decision = Decision(open_.id, open_.attempt, threshold, reason)
+
+    def _choose_untimed(self, open_: _Open, now: float) -> tuple[int, Reason] | None:
+        """Rule 7; None: rule 8 counts. Index into the threshold set, and why."""
+        if open_.pin is not None:
+            return 0, "pin"
+        if open_.deadline is None or not self.config.deadline_control:
+            return open_.cap, _reason_at(open_.cap, self._top)
+        if open_.works is None:
+            self._weigh(open_)
+        if self._is_hopeless(open_, now):
+            return 0, "hopeless"
+        return None
+
+    def _choose_timed(self, open_: _Open, prices: StepPrices, now: float) -> tuple[int, Reason]:
+        """Rule 8."""
+        assert open_.deadline is not None
+        slack = open_.deadline - self.config.margin_s - now
+        index = self._highest_in_time(open_, self._times(open_, prices), slack)
+        return index, "deadline" if index < open_.cap else _reason_at(open_.cap, self._top)
+
+    def _batch_prices(
+        self, instance: _Instance, batch: Sequence[_Open], chosen: Sequence[int], wanted: Sequence[int]
+    ) -> dict[int, StepPrices]:
+        """What a step costs those of the batch, if everybody runs at the chosen thresholds."""
+        residents = [open_.resident for open_ in batch]
+        if self._is_paper:
+            return dict.fromkeys(wanted, paper_own_prices(self._latency, instance.supply, residents))
+        loads = []
+        for open_, resident, index in zip(batch, residents, chosen, strict=True):
+            need = self._mean_needs(open_)[index]
+            loads.append((resident, need.recompute / (need.recompute + need.cache)))
+        return {
+            i: own_prices(self._latency, instance.supply, residents[i], others_of(loads[:i] + loads[i + 1 :]))
+            for i in wanted
+        }
+
+    def _times(self, open_: _Open, prices: StepPrices) -> list[tuple[float, float]]:
+        """By threshold: seconds for the rest, and for its open block (or the next, at a block's end) alone."""
+        if open_.planned is None:
+            open_.planned = self._needs(open_, self._risk)
+        times = []
+        for need in open_.planned:
+            rest = need.recompute * prices.recompute + need.cache * prices.cache
+            blocks = need.recompute if open_.shape.cache != "none" else open_.shape.num_blocks - open_.standing.begun
+            further = blocks if open_.standing.steps_in_block else max(blocks - 1.0, 0.0)
+            times.append((rest, rest / (1.0 + further)))
+        return times
+
+    def _highest_in_time(self, open_: _Open, times: list[tuple[float, float]], slack: float) -> int:
+        """Rule 8."""
+        cap = open_.cap
+        if self.config.plan == "low_first":
+            return cap if times[cap][0] <= slack else 0
+        for index in range(cap, 0, -1):
+            rest, block = times[index]
+            if self.config.plan == "high_first":
+                lowest_rest, lowest_block = times[0]
+                rest = block + lowest_rest - lowest_block
+            if rest <= slack:
+                return index
+        return 0
+
+    # --- rule 9: telling --------------------------------------------------------------------------------------------
+
+    def _tell(self, instance: _Instance, *, again: bool = False) -> None:
+        decisions = [open_.decision for _, open_ in sorted(instance.residents.items()) if open_.decision is not None]
+        told = frozenset((d.request_id, d.attempt, d.threshold) for d in decisions)
+        if again or not told <= instance.told:
+            self._commands.append(SendThresholds(instance.id, tuple(decisions), "repeated" if again else "changed"))
+        instance.told = told
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def _set_alarm(self, at: float, alarm: _Alarm, key: str) -> None:
+        heapq.heappush(self._alarms, (at, alarm, key))
+
+    def _wake_for_alarms(self) -> None:
+        if self._alarms and (self._wake_at is None or self._alarms[0][0] < self._wake_at):
+            self._wake_at = self._alarms[0][0]
+            self._commands.append(WakeAt(self._wake_at))
+
+    def _ring_alarms(self, now: float) -> None:
+        self._wake_at = None
+        while self._alarms and self._alarms[0][0] <= now:
+            at, alarm, key = heapq.heappop(self._alarms)
+            match alarm:
+                case "load":
+                    self._control_load(now)
+                case "repeat":
+                    self._repeat(key, now, at)
+                case "instance":
+                    self._check_instance(key, now)
+                case "settle":
+                    self._settled = True
+                    self._undecided.update(self._instances)
+                    self._load_changed = True
+                    self._commands.append(Settled())
+                    self._set_alarm(now + self.config.repeat_s, "load_state", "")
+                case "load_state":
+                    self._forget_overdue(now)
+                    self._control_load(now, say=True)  # time has passed: some may be hopeless now
+                    self._set_alarm(now + self.config.repeat_s, "load_state", "")
+
+    def _repeat(self, instance_id: str, now: float, alarm_at: float) -> None:
+        instance = self._instances.get(instance_id)
+        if instance is None or instance.repeat_at != alarm_at:  # an earlier instance's of that id
+            return
+        instance.repeat_at = now + self.config.repeat_s
+        self._set_alarm(instance.repeat_at, "repeat", instance_id)
+        if self._settled and instance.heard and instance.residents:
+            self._decide_instance(instance, now)
+            self._tell(instance, again=True)
+
+    def _forget_overdue(self, now: float) -> None:
+        for open_ in [o for o in self._open.values() if now > o.expires_at + _FORGET_S]:
+            self._close(open_)
+
+    def _check_instance(self, instance_id: str, now: float) -> None:
+        instance = self._instances.get(instance_id)
+        if instance is None:
+            return
+        lost_at = instance.seen_at + self.config.instance_silent_s
+        if lost_at > now:
+            self._set_alarm(lost_at, "instance", instance_id)
+        else:
+            self._lose_instance(instance_id)
+
+    # --- for tests ------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        assert [rank for rank, _ in self._ranked] == sorted(open_.rank for open_ in self._open.values())
+        for instance in self._instances.values():
+            for request_id, open_ in instance.residents.items():
+                assert self._open[request_id] is open_
+                assert open_.instance_id == instance.id
+        for open_ in self._open.values():
+            assert not open_.instance_id or open_.id in self._instances[open_.instance_id].residents
+            assert open_.decision is None or open_.instance_id
+            if open_.decision is not None and open_.pin is None and not open_.ended:
+                assert open_.decision.threshold <= self.thresholds[open_.cap]
+        assert not self._commands
+
+
+def _rank_of(entry: tuple[tuple[int, int], _Open]) -> tuple[int, int]:
+    return entry[0]
+
+
+def _reason_at(cap: int, top: int) -> Reason:
+    """Why a request runs at its cap."""
+    return "slack" if cap == top else "cap"
+
+
+def _slo_of(request: GenerateRequest) -> float | None:
+    """Seconds from arrival to deadline."""
+    return None if request.deadline_at is None else max(0.0, request.deadline_at - request.created_at)
+
+
+def _steps_of(record: ProgressRecord) -> int:
+    return sum(block.recompute_steps + block.cache_steps for block in record.blocks)
+
+
+def _works(open_: _Open) -> Works:
+    assert open_.works is not None
+    return open_.works
+
+
+def _at(pin: float, thresholds: Sequence[float], needs: Sequence[Need]) -> Need:
+    """What is needed at a threshold that may be none of the set: in proportion, beyond the ends as at the end."""
+    right = bisect_left(thresholds, pin)
+    if right == 0:
+        return needs[0]
+    if right == len(thresholds):
+        return needs[-1]
+    share = (pin - thresholds[right - 1]) / (thresholds[right] - thresholds[right - 1])
+    low, high = needs[right - 1], needs[right]
+    return Need(low.recompute + share * (high.recompute - low.recompute), low.cache + share * (high.cache - low.cache))
+
+
+def _remember(kept: OrderedDict[str, None], key: str, most: int) -> None:
+    kept[key] = None
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)

@@ -1,0 +1,164 @@
+"""What a request's steps cost, in seconds: to itself on its instance, and to all as a share of an instance. Pure.
+
+A pass that a request rides in holds what the others put into it. Their recomputes do not coincide: with some chance
+there is any, and then as many of its tokens as make the mean right.
+To itself, for its deadline:
+1. A step lasts as long as its pass, times the instance's measured over profiled latency.
+   `paper`: all recompute steps of the batch coincide, and so do all cache steps.
+2. Alone on the fastest instance no step can be cheaper.
+Shared, for load control:
+3. An instance full of such requests (as many as it may hold and its K/V pool has room for) spends its passes on them in
+   equal parts. So the price does not depend on who else is there, and one request more makes nobody cheaper.
+4. What a block costs at the fewest and at the most steps that the profile knows gives the price of each kind of step.
+   `paper`: a token costs what it does in a batch of requests of `_PAPER_TOKENS` with a step for each token.
+5. Over several instances: what a step costs where the work is spread so that all end together.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from services.costs import LatencyProfile, PassLoad, Resident, step_load
+from services.threshold_controller.config import PolicyName
+
+_PAPER_TOKENS = 1536
+_LEAST_S = 1e-9  # of a price: in a profile with a flat curve a step more may cost nothing
+
+
+class StepPrices(NamedTuple):
+    """Seconds of one step of each kind."""
+
+    recompute: float
+    cache: float
+
+
+class Supply(NamedTuple):
+    """An instance, as far as it bears on prices."""
+
+    tp_degree: int
+    max_requests: int
+    kv_tokens: int
+    latency_ratio: float
+
+
+class Others(NamedTuple):
+    """What the others put into a pass, on average."""
+
+    recompute: PassLoad
+    cache: PassLoad
+    no_recompute: float  # probability that none of them recomputes
+
+
+NOBODY = Others(PassLoad(), PassLoad(), 1.0)
+
+
+def window_tokens(resident: Resident) -> float:
+    """Rows of its cache steps, on average over its remaining blocks."""
+    if resident.cache == "prefix":
+        return (resident.output_tokens_left + resident.block_size) / 2
+    return float(resident.block_size)
+
+
+def others_of(batch: Iterable[tuple[Resident, float]]) -> Others:
+    """`batch`: requests, each with the share of recompute steps among its steps."""
+    recompute, cache, none = NOBODY
+    for resident, share in batch:
+        recompute = recompute.plus(_recompute(resident, share))
+        cache = cache.plus(_cache(resident, 1 - share))
+        none *= 1 - share
+    return Others(recompute, cache, none)
+
+
+def own_prices(latency: LatencyProfile, instance: Supply, resident: Resident, others: Others) -> StepPrices:
+    """Rule 1."""
+    degree = latency.nearest_degree(instance.tp_degree)
+    recompute_ms = latency.step_ms(degree, _recompute(resident).plus(others.recompute).plus(others.cache))
+    cache_ms = _mean_ms(latency, degree, others._replace(cache=others.cache.plus(_cache(resident))))
+    factor = instance.latency_ratio / 1000
+    return StepPrices(recompute_ms * factor, cache_ms * factor)
+
+
+def paper_own_prices(latency: LatencyProfile, instance: Supply, batch: Iterable[Resident]) -> StepPrices:
+    """Rule 1, `paper`. `batch`: all that the instance holds, the request included."""
+    degree = latency.nearest_degree(instance.tp_degree)
+    recompute = cache = PassLoad()
+    for resident in batch:
+        recompute, cache = recompute.plus(_recompute(resident)), cache.plus(_cache(resident))
+    factor = instance.latency_ratio / 1000
+    return StepPrices(latency.step_ms(degree, recompute) * factor, latency.step_ms(degree, cache) * factor)
+
+
+def alone_prices(latency: LatencyProfile, instances: Iterable[Supply], resident: Resident) -> StepPrices:
+    """Rule 2; nothing costs anything without an instance."""
+    prices = [own_prices(latency, instance, resident, NOBODY) for instance in instances]
+    return StepPrices(min((p.recompute for p in prices), default=0.0), min((p.cache for p in prices), default=0.0))
+
+
+def shared_prices(
+    latency: LatencyProfile,
+    instances: Mapping[Supply, int],
+    resident: Resident,
+    steps_per_block: tuple[float, float],
+    policy: PolicyName,
+) -> StepPrices:
+    """Rules 3 to 5, in seconds of a mean instance. `instances`: how many of each; `steps_per_block`: fewest, most."""
+    recomputes = caches = 0.0  # steps per second, of all
+    for instance, count in instances.items():
+        if policy == "paper":
+            prices = _paper_share(latency, instance, resident)
+        else:
+            prices = _share(latency, instance, resident, steps_per_block)
+        recomputes += count / prices.recompute
+        caches += count / prices.cache
+    total = sum(instances.values())
+    return StepPrices(total / recomputes, total / caches) if total else StepPrices(_LEAST_S, _LEAST_S)
+
+
+def _share(
+    latency: LatencyProfile, instance: Supply, resident: Resident, steps_per_block: tuple[float, float]
+) -> StepPrices:
+    degree = latency.nearest_degree(instance.tp_degree)
+    count = max(1, min(instance.max_requests, instance.kv_tokens // resident.canvas_tokens))
+    factor = instance.latency_ratio / (1000 * count)
+    if resident.cache == "none":
+        price = max(latency.step_ms(degree, _recompute(resident, count)) * factor, _LEAST_S)
+        return StepPrices(price, price)
+
+    def block_s(steps: float) -> float:
+        share = 1 / steps
+        full = Others(_recompute(resident, count * share), _cache(resident, count * (1 - share)), (1 - share) ** count)
+        return steps * factor * _mean_ms(latency, degree, full)
+
+    fewest, most = steps_per_block
+    most = max(most, fewest + 1.0)
+    at_fewest = block_s(fewest)
+    cache_price = max((block_s(most) - at_fewest) / (most - fewest), _LEAST_S)
+    return StepPrices(max(at_fewest - (fewest - 1) * cache_price, _LEAST_S), cache_price)
+
+
+def _paper_share(latency: LatencyProfile, instance: Supply, resident: Resident) -> StepPrices:
+    degree = latency.nearest_degree(instance.tp_degree)
+    count = max(1, min(instance.max_requests, instance.kv_tokens // _PAPER_TOKENS))
+    block, cache_steps = resident.block_size, max(resident.block_size - 1, 1)
+    ms = latency.step_ms(degree, step_load("recompute", _PAPER_TOKENS, _PAPER_TOKENS, count))
+    ms += cache_steps * latency.step_ms(degree, step_load("cache", block, _PAPER_TOKENS, count))
+    tokens = count * (_PAPER_TOKENS + cache_steps * block)
+    per_token = max(ms / tokens * instance.latency_ratio / 1000, _LEAST_S)
+    return StepPrices(per_token * resident.canvas_tokens, per_token * window_tokens(resident))
+
+
+def _recompute(resident: Resident, steps: float = 1.0) -> PassLoad:
+    return step_load("recompute", resident.canvas_tokens, resident.canvas_tokens, steps)
+
+
+def _cache(resident: Resident, steps: float = 1.0) -> PassLoad:
+    return step_load("cache", window_tokens(resident), resident.canvas_tokens, steps)
+
+
+def _mean_ms(latency: LatencyProfile, degree: int, passes: Others) -> float:
+    """Mean latency of such passes."""
+    without = latency.step_ms(degree, passes.cache)
+    any_recompute = 1 - passes.no_recompute
+    if any_recompute <= 0:
+        return without
+    where_any = PassLoad(*(part / any_recompute for part in passes.recompute))
+    return any_recompute * latency.step_ms(degree, passes.cache.plus(where_any)) + passes.no_recompute * without
