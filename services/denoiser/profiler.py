@@ -28,8 +28,10 @@ from services.denoiser.engine import CacheMode, Engine, EngineConfig, FixedSched
 from services.denoiser.instance import choose_device, engine_config, load_profile_model, model_source, warm_up
 from services.denoiser.latency_fit import errors_of, fit, relative_error
 from services.denoiser.models.base import Model
+from services.denoiser.plan import RankFailed
 from services.denoiser.progress_bar import ProgressBar
-from services.denoiser.ranks import RankProcesses
+from services.denoiser.ranks import OtherRanks
+from services.denoiser.spawn import start_ranks
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
 
@@ -114,14 +116,16 @@ def _planned_engine(profile: Profile, tp_degree: int, *, quick: bool) -> Iterato
         config, mixes = plan(model)
         yield Engine(model, config=config), mixes
         return
-    with RankProcesses(tp_degree, limit_s=WorkerConfig().rank_limit_s, name="profile") as processes:
-        model = load_profile_model(profile, processes.join(model_source(profile)))
-        config, mixes = plan(model, processes.least_free_bytes(model))
+    with OtherRanks(start_ranks(tp_degree, name="profile"), limit_s=WorkerConfig().rank_limit_s) as others:
         try:
-            yield processes.lead(model, config), mixes
-        except RuntimeError as error:
-            explained = processes.explain(error)
-            processes.kill()
+            model = load_profile_model(profile, others.join(model_source(profile)))
+            config, mixes = plan(model, others.least_free_bytes(model))
+            yield others.lead(model, config), mixes
+        except (RuntimeError, RankFailed) as error:
+            explained = others.explain(error)
+            others.kill()
+            if explained is error:
+                raise
             raise explained from error
 
 
