@@ -1,7 +1,6 @@
 """`profile`: measures passes of all sorts on this machine, fits what they cost and writes the profile's `latency.json`.
 
-1. The plan varies, one at a time and together: rows, requests, canvases (which the rows attend to), kinds of step, and
-   their mixture in one pass. Prompts are random: time depends on shapes alone.
+1. What is measured is `latency_plan.py`'s to say. Prompts are random: time depends on shapes alone.
 2. Every pass is measured in several rounds, in another order each time, so that a slow minute of a shared machine falls
    on all of them. The first round only warms up. A pass counts with the median of its samples.
 3. A recompute step is measured as the first of a request that has just come: what a new pass costs to lay out is its
@@ -16,17 +15,17 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from services.costs import DegreeProfile, MeasuredPass, PassLoad, dump_latency, step_load
+from services.costs import DegreeProfile, MeasuredPass, dump_latency
 from services.denoiser.config import WorkerConfig
 from services.denoiser.engine import CacheMode, Engine, EngineConfig, FixedSchedule, Job
 from services.denoiser.instance import choose_device, engine_config, load_profile_model, model_source, warm_up
 from services.denoiser.latency_fit import errors_of, fit, relative_error
+from services.denoiser.latency_plan import Mix, plan_mixes
 from services.denoiser.models.base import Model
 from services.denoiser.plan import RankFailed
 from services.denoiser.progress_bar import ProgressBar
@@ -35,38 +34,9 @@ from services.denoiser.spawn import start_ranks
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
 
-_CANVASES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 _STEPS_PER_BLOCK = 8  # about as many as at a high threshold: so are the rows whose logits are wanted
 _SETTLING_STEPS = 2  # not measured: the first cache steps of a pass that has just been laid out
 _QUICK_ROUNDS, _MIN_ROUNDS, _MAX_ROUNDS = 2, 3, 9
-
-
-class Mix(NamedTuple):
-    """What rides in a pass."""
-
-    recomputes: int  # requests with a recompute step, each over a canvas of
-    recompute_canvas: int
-    cached: int  # requests with a cache step, each
-    window: int  # rows of a canvas of
-    cached_canvas: int
-
-    @property
-    def load(self) -> PassLoad:
-        recompute = step_load("recompute", self.recompute_canvas, self.recompute_canvas, self.recomputes)
-        return recompute.plus(step_load("cache", self.window, self.cached_canvas, self.cached))
-
-    @property
-    def canvas_tokens(self) -> int:
-        """Of all requests together."""
-        return self.recomputes * self.recompute_canvas + self.cached * self.cached_canvas
-
-    def __str__(self) -> str:
-        parts = []
-        if self.recomputes:
-            parts.append(f"{self.recomputes} x {self.recompute_canvas}")
-        if self.cached:
-            parts.append(f"{self.cached} x {self.window} of {self.cached_canvas}")
-        return " + ".join(parts)
 
 
 def profile_latency(
@@ -127,75 +97,6 @@ def _planned_engine(profile: Profile, tp_degree: int, *, quick: bool) -> Iterato
             if explained is error:
                 raise
             raise explained from error
-
-
-# --- what to measure ----------------------------------------------------------------------------------------------
-
-
-def plan_mixes(block_size: int, longest: int, config: EngineConfig, *, quick: bool) -> list[Mix]:
-    """Passes that the engine could come to make, with canvases of up to `longest` tokens."""
-    axes = (
-        _single_recomputes(block_size, longest),
-        _several_recomputes(longest, config.max_requests),
-        _cache_steps(block_size, longest, config.max_requests),
-        _wide_cache_steps(block_size, longest),
-        _mixed(block_size, longest, config.max_requests),
-    )
-    plan: dict[Mix, None] = {}  # in order, each once
-    for axis in axes:
-        possible = [mix for mix in axis if _is_possible(mix, block_size, longest, config)]
-        plan |= dict.fromkeys(possible[::3] + possible[-1:] if quick else possible)
-    return list(plan)
-
-
-def _is_possible(mix: Mix, block_size: int, longest: int, config: EngineConfig) -> bool:
-    canvases = [mix.recompute_canvas] * bool(mix.recomputes) + [mix.cached_canvas] * bool(mix.cached)
-    window = mix.window if mix.cached else block_size
-    return (
-        all(window < canvas <= longest for canvas in canvases)
-        and mix.recomputes + mix.cached <= config.max_requests
-        and mix.load.tokens <= config.max_batch_tokens
-        # The cached requests' own recompute steps come first, unmeasured: no more of them than is worth the time.
-        and mix.canvas_tokens <= min(config.kv_budget_tokens, 2 * config.max_batch_tokens)
-    )
-
-
-def _single_recomputes(block_size: int, longest: int) -> Iterator[Mix]:
-    for canvas in (2 * block_size, *_CANVASES, longest):
-        yield Mix(1, canvas, 0, 0, 0)
-
-
-def _several_recomputes(longest: int, most: int) -> Iterator[Mix]:
-    for count in _powers_of_two(most)[1:]:
-        for share in (8, 4, 2, 1):
-            yield Mix(count, longest // share, 0, 0, 0)
-
-
-def _cache_steps(block_size: int, longest: int, most: int) -> Iterator[Mix]:
-    for count in _powers_of_two(most):
-        for canvas in (2 * block_size, longest // 4, longest // 2, longest):
-            yield Mix(0, 0, count, block_size, canvas)
-
-
-def _wide_cache_steps(block_size: int, longest: int) -> Iterator[Mix]:
-    """The prefix cache's: of several blocks."""
-    for blocks in (2, 4, 8):
-        for count in (1, 4):
-            for canvas in (longest // 2, longest):
-                yield Mix(0, 0, count, blocks * block_size, canvas)
-
-
-def _mixed(block_size: int, longest: int, most: int) -> Iterator[Mix]:
-    for count in _powers_of_two(most)[1:]:
-        for recompute_canvas in (longest // 8, longest // 3, longest):
-            for cached_canvas in (longest // 3, longest):
-                yield Mix(1, recompute_canvas, count - 1, block_size, cached_canvas)
-    yield Mix(2, longest // 3, 2, block_size, longest // 2)
-    yield Mix(2, longest // 3, 6, block_size, longest // 2)
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return [1 << exponent for exponent in range(most.bit_length())]
 
 
 def _roomy(config: EngineConfig, mixes: Sequence[Mix]) -> EngineConfig:

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 from services.costs import MeasuredPass, PassCost, PassLoad, step_load
 from services.denoiser.engine import EngineConfig
 from services.denoiser.latency_fit import errors_of, fit, nonnegative_least_squares, relative_error
-from services.denoiser.profiler import plan_mixes
+from services.denoiser.latency_plan import plan_mixes
 
 MACHINE = PassCost(
     curve=((32.0, 4.0), (64.0, 4.5), (128.0, 5.5), (256.0, 9.0), (512.0, 15.0), (1024.0, 27.0), (2048.0, 54.0)),

@@ -14,8 +14,9 @@ from services.costs import LatencyFile, load_latency, read_latency_file, step_lo
 from services.denoiser import __main__ as command
 from services.denoiser import profiler
 from services.denoiser.engine import Engine, EngineConfig
+from services.denoiser.latency_plan import Mix, plan_mixes
 from services.denoiser.latency_plot import plot_latency
-from services.denoiser.profiler import Mix, measure, plan_mixes, profile_latency
+from services.denoiser.profiler import measure, profile_latency
 from services.denoiser.progress_bar import ProgressBar
 from services.settings import ConfigError
 from tests.unit.denoiser import random_model
