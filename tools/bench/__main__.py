@@ -47,8 +47,9 @@ def _serving(profile: str, count: int) -> None:
             )
         overhead = measure_overhead(url, count)
         print(
-            f"\nGateway overhead (HTTP time less time at the worker), one request, idle, {len(overhead)} requests:"
-            f" p50 {statistics.median(overhead):.2f} ms, p95 {quantile(overhead, 0.95):.2f} ms\n",
+            f"\nGateway overhead (HTTP time less time at the worker), one request, idle, {count} requests:"
+            f" p50 {statistics.median(overhead.of_calls):.2f} ms, p95 {quantile(overhead.of_calls, 0.95):.2f} ms"
+            f" (`/health/live`: p50 {statistics.median(overhead.of_nothing):.2f} ms)\n",
             flush=True,
         )
         print(f"{NUM_CLIENTS} clients hang up, half of them streaming: from the close to the free slot\n")

@@ -1,6 +1,7 @@
 """What serving costs and yields: gateway overhead on an idle stack, throughput by number of concurrent requests."""
 
 import asyncio
+import json
 import math
 import statistics
 import time
@@ -42,10 +43,16 @@ def problems(count: int, seed: int = 1) -> list[tasks.Problem]:
     return [tasks.sample(rng, "held_out") for _ in range(count)]
 
 
-def measure_overhead(url: str, count: int) -> list[float]:
-    """HTTP time minus the time at the worker, in milliseconds, of `count` requests one after another."""
-    answers = asyncio.run(_run(url, problems(count + 5), in_flight=1))[0]
-    return [1e3 * (a.http_s - a.run_s) for a in answers[5:]]  # the first ones warm connections and caches
+class Overhead(NamedTuple):
+    """What the way to a worker and back takes, in milliseconds."""
+
+    of_calls: list[float]  # HTTP time minus the time at the worker, of each call
+    of_nothing: list[float]  # HTTP time of `/health/live`, which goes no further than the gateway
+
+
+def measure_overhead(url: str, count: int) -> Overhead:
+    """Of `count` requests one after another, by a client that does hardly more than wait for bytes."""
+    return asyncio.run(_overhead(url, problems(count)))
 
 
 def measure_throughput(url: str, count: int, in_flight: int) -> Throughput:
@@ -68,6 +75,45 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
+async def _overhead(url: str, asked: Sequence[tasks.Problem]) -> Overhead:
+    address = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    _, models = await _exchange(reader, writer, "GET /v1/models")
+    model = models["data"][0]["id"]
+
+    async def call_ms(problem: tasks.Problem) -> float:
+        http_s, answer = await _exchange(reader, writer, "POST /v1/chat/completions", _body(model, problem))
+        return 1e3 * (http_s - float(answer["tediserve"]["run_s"]))
+
+    for problem in asked[:5]:  # warm connections and caches
+        await call_ms(problem)
+    of_calls = [await call_ms(problem) for problem in asked]
+    of_nothing = [1e3 * (await _exchange(reader, writer, "GET /health/live"))[0] for _ in asked]
+    writer.close()
+    return Overhead(of_calls, of_nothing)
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, what: str, body: dict[str, Any] | None = None
+) -> tuple[float, Any]:
+    """One request on a connection that is kept. Returns how long its whole answer took, in seconds, and the answer."""
+    content = b"" if body is None else json.dumps(body).encode()
+    head = f"{what} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    started_at = time.perf_counter()
+    writer.write(head.encode() + content)
+    async with asyncio.timeout(_REQUEST_LIMIT_S):
+        told = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        answer = await reader.readexactly(int(told.split("content-length:")[1].split("\r\n")[0]))
+    took_s = time.perf_counter() - started_at
+    if " 200 " not in told.splitlines()[0]:
+        raise RuntimeError(f"{what}: {answer.decode()}")
+    return took_s, json.loads(answer)
+
+
+def _body(model: str, problem: tasks.Problem) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": problem.prompt}]}
+
+
 async def _run(url: str, asked: Sequence[tasks.Problem], in_flight: int) -> tuple[list[Answered], float]:
     slots = asyncio.Semaphore(in_flight)
     limits = httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight)
@@ -84,9 +130,8 @@ async def _run(url: str, asked: Sequence[tasks.Problem], in_flight: int) -> tupl
 
 
 async def _ask(client: httpx.AsyncClient, model: str, problem: tasks.Problem) -> Answered:
-    body = {"model": model, "messages": [{"role": "user", "content": problem.prompt}]}
     started_at = time.perf_counter()
-    response = await client.post("/v1/chat/completions", json=body)
+    response = await client.post("/v1/chat/completions", json=_body(model, problem))
     http_s = time.perf_counter() - started_at
     response.raise_for_status()
     answer: dict[str, Any] = response.json()
