@@ -9,7 +9,7 @@
 4. `risk` says which number is meant: 0 the mean, 1 the upper bound, -1 as far below the mean as the bound is above it.
    Without a forecast the bound is `_SPREAD` of the mean away, and at -1 a text may end with its open block.
 5. A request that is not finished needs one step at least, and at a block's end one block; it cannot need more blocks
-   than its canvas has. A higher threshold never needs less.
+   than its canvas has, and none behind an open block that ends the text. A higher threshold never needs less.
 6. The first step of a block is a recompute step, the others are cache steps; without a cache all are recompute steps.
 """
 
@@ -41,6 +41,7 @@ class Standing:
     blocks_done: int = 0
     steps_in_block: int = 0
     masked_in_block: float = 1.0  # share of the open block
+    is_last_block: bool = False  # the open block ends the text
 
     @property
     def begun(self) -> int:
@@ -110,8 +111,9 @@ class Outlook:
         return self.forecast is not None and self._begun_since(self.forecast, standing) < _MOST_BLOCKS_SINCE
 
     def _begun_since(self, forecast: RequestForecast, standing: Standing) -> int:
-        known = [begun for steps, begun in self._begun_at if steps <= forecast.steps]
-        return standing.begun - known[-1] if known else 0
+        while len(self._begun_at) > 1 and self._begun_at[1][0] <= forecast.steps:
+            self._begun_at.popleft()  # no forecast will be about it any more
+        return standing.begun - self._begun_at[0][1]
 
     def needs(
         self, standing: Standing, shape: Shape, means: Sequence[float], lengths: Lengths, risk: float
@@ -122,7 +124,8 @@ class Outlook:
         else:
             pairs = _from_means(standing, shape, means, lengths, risk)
         fewest_blocks = 0.0 if standing.steps_in_block else 1.0
-        most_blocks = float(max(shape.num_blocks - standing.begun, fewest_blocks))
+        behind = 0 if standing.is_last_block else shape.num_blocks - standing.begun
+        most_blocks = float(max(behind, fewest_blocks))
         needs = []
         most_steps = most_recomputes = 0.0
         for steps, blocks in pairs:
@@ -149,7 +152,9 @@ def _from_means(
     standing: Standing, shape: Shape, means: Sequence[float], lengths: Lengths, risk: float
 ) -> list[tuple[float, float]]:
     """Rule 3."""
-    if shape.ignore_eos:
+    if standing.is_last_block:
+        blocks = 0.0
+    elif shape.ignore_eos:
         blocks = float(shape.num_blocks - standing.begun)
     elif risk < 0:
         blocks = 0.0 if standing.steps_in_block else 1.0

@@ -64,10 +64,10 @@ from services.threshold_controller.events import (
 from services.threshold_controller.load import Works, grant, horizon
 from services.threshold_controller.needs import Lengths, Need, Outlook, Shape, Standing
 from services.threshold_controller.prices import (
+    NOBODY,
     StepPrices,
     Supply,
     alone_prices,
-    others_of,
     own_prices,
     paper_own_prices,
     shared_prices,
@@ -316,10 +316,7 @@ class ThresholdController:
             is_news = (entry.attempt, entry.steps) > (open_.attempt, open_.standing.steps)
             if not is_news and open_.instance_id != instance.id:
                 continue  # what was known of it before it left this instance
-            in_block = open_.block_size - entry.tokens_committed_in_block
-            masked = max(0.0, in_block / open_.block_size)
-            standing = Standing(entry.steps, entry.block_index, entry.steps_in_block, masked)
-            self._advance(open_, entry.attempt, standing)
+            self._advance(open_, entry.attempt, _standing_of(entry, open_.block_size))
             self._attach(open_, instance.id, now)
             if entry.finished:
                 open_.ended = True
@@ -590,12 +587,13 @@ class ThresholdController:
         residents = [open_.resident for open_ in batch]
         if self._is_paper:
             return dict.fromkeys(wanted, paper_own_prices(self._latency, instance.supply, residents))
-        loads = []
+        riders, shares = NOBODY, []
         for open_, resident, index in zip(batch, residents, chosen, strict=True):
             need = self._mean_needs(open_)[index]
-            loads.append((resident, need.recompute / (need.recompute + need.cache)))
+            shares.append(need.recompute / (need.recompute + need.cache))
+            riders = riders.plus(resident, shares[-1])
         return {
-            i: own_prices(self._latency, instance.supply, residents[i], others_of(loads[:i] + loads[i + 1 :]))
+            i: own_prices(self._latency, instance.supply, residents[i], riders.minus(residents[i], shares[i]))
             for i in wanted
         }
 
@@ -718,6 +716,12 @@ def _reason_at(cap: int, top: int) -> Reason:
 def _slo_of(request: GenerateRequest) -> float | None:
     """Seconds from arrival to deadline."""
     return None if request.deadline_at is None else max(0.0, request.deadline_at - request.created_at)
+
+
+def _standing_of(entry: m.RequestReport, block_size: int) -> Standing:
+    left = entry.tokens_left_in_block if entry.prompt_tokens else block_size - entry.tokens_committed_in_block
+    is_last = entry.ends_in_block and entry.steps_in_block > 0
+    return Standing(entry.steps, entry.block_index, entry.steps_in_block, max(0.0, left / block_size), is_last)
 
 
 def _steps_of(record: ProgressRecord) -> int:

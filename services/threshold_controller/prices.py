@@ -40,15 +40,39 @@ class Supply(NamedTuple):
     latency_ratio: float
 
 
-class Others(NamedTuple):
-    """What the others put into a pass, on average."""
+class Riders(NamedTuple):
+    """What some requests put into a pass, on average."""
 
     recompute: PassLoad
     cache: PassLoad
-    no_recompute: float  # probability that none of them recomputes
+    none: float  # probability that none of those recomputes that do not always
+    always: int = 0  # requests that recompute in each pass: those without a cache
+
+    @property
+    def no_recompute(self) -> float:
+        """Probability that none of them recomputes."""
+        return 0.0 if self.always else self.none
+
+    def plus(self, resident: Resident, share: float) -> "Riders":
+        """With a request more. `share`: of recompute steps among its steps."""
+        return Riders(
+            self.recompute.plus(_recompute(resident, share)),
+            self.cache.plus(_cache(resident, 1 - share)),
+            self.none * (1 - share) if share < 1 else self.none,
+            self.always + (share >= 1),
+        )
+
+    def minus(self, resident: Resident, share: float) -> "Riders":
+        """Without that request, which must be among them."""
+        return Riders(
+            self.recompute.plus(_recompute(resident, -share)),
+            self.cache.plus(_cache(resident, share - 1)),
+            self.none / (1 - share) if share < 1 else self.none,
+            self.always - (share >= 1),
+        )
 
 
-NOBODY = Others(PassLoad(), PassLoad(), 1.0)
+NOBODY = Riders(PassLoad(), PassLoad(), 1.0)
 
 
 def window_tokens(resident: Resident) -> float:
@@ -58,17 +82,7 @@ def window_tokens(resident: Resident) -> float:
     return float(resident.block_size)
 
 
-def others_of(batch: Iterable[tuple[Resident, float]]) -> Others:
-    """`batch`: requests, each with the share of recompute steps among its steps."""
-    recompute, cache, none = NOBODY
-    for resident, share in batch:
-        recompute = recompute.plus(_recompute(resident, share))
-        cache = cache.plus(_cache(resident, 1 - share))
-        none *= 1 - share
-    return Others(recompute, cache, none)
-
-
-def own_prices(latency: LatencyProfile, instance: Supply, resident: Resident, others: Others) -> StepPrices:
+def own_prices(latency: LatencyProfile, instance: Supply, resident: Resident, others: Riders) -> StepPrices:
     """Rule 1."""
     degree = latency.nearest_degree(instance.tp_degree)
     recompute_ms = latency.step_ms(degree, _recompute(resident).plus(others.recompute).plus(others.cache))
@@ -125,7 +139,7 @@ def _share(
 
     def block_s(steps: float) -> float:
         share = 1 / steps
-        full = Others(_recompute(resident, count * share), _cache(resident, count * (1 - share)), (1 - share) ** count)
+        full = Riders(_recompute(resident, count * share), _cache(resident, count * (1 - share)), (1 - share) ** count)
         return steps * factor * _mean_ms(latency, degree, full)
 
     fewest, most = steps_per_block
@@ -154,7 +168,7 @@ def _cache(resident: Resident, steps: float = 1.0) -> PassLoad:
     return step_load("cache", window_tokens(resident), resident.canvas_tokens, steps)
 
 
-def _mean_ms(latency: LatencyProfile, degree: int, passes: Others) -> float:
+def _mean_ms(latency: LatencyProfile, degree: int, passes: Riders) -> float:
     """Mean latency of such passes."""
     without = latency.step_ms(degree, passes.cache)
     any_recompute = 1 - passes.no_recompute

@@ -105,6 +105,14 @@ def test_without_a_forecast_a_text_may_end_with_its_open_block_unless_the_end_is
     assert needs(Outlook(), half, SHAPE, risk=-1.0)[0] == Need(3.0, 7.5)
 
 
+def test_nothing_is_needed_behind_a_block_that_ends_the_text() -> None:
+    ending = Standing(steps=3, steps_in_block=3, masked_in_block=0.5, is_last_block=True)
+    assert needs(Outlook(), ending, ENDS_AT_EOS) == [Need(0.0, 2.0), Need(0.0, 4.0)]
+    outlook = Outlook()
+    outlook.note_forecast(make_forecast(mean=6.0, blocks=2.0, steps=3))
+    assert needs(outlook, ending, ENDS_AT_EOS)[0] == Need(0.0, 6.0)
+
+
 def test_finished_requests_say_how_many_blocks_will_begin() -> None:
     lengths = Lengths()
     for blocks in (1, 1, 2, 2, 2, 2, 3, 3):

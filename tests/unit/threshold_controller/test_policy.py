@@ -130,6 +130,17 @@ def test_without_a_forecast_the_profile_s_mean_steps_count_with_each_report(cont
     assert told(commands) == {"r1": (0.9, "slack")}
 
 
+def test_a_report_that_tells_what_is_left_of_the_last_block_is_believed(controller: ThresholdController) -> None:
+    controller.handle(seen(deadline=0.0260), 0.0)
+    controller.handle(status("a", held()), 0.0)
+    tells = {"tokens_committed_in_block": 4, "prompt_tokens": 32, "tokens_left_in_block": 24}
+    controller.handle(report("a", entry(steps=2, **tells)), 0.0)
+    assert decisions(controller) == {"r1": (0.5, "deadline")}
+    # 24 of 32 tokens, 3 to 6 cache steps of 4.2 ms and nothing behind
+    controller.handle(report("a", entry(steps=2, ends_in_block=True, **tells)), 0.0)
+    assert decisions(controller) == {"r1": (0.9, "slack")}
+
+
 def test_a_forecast_for_other_thresholds_is_not_used(controller: ThresholdController) -> None:
     controller.handle(seen(deadline=0.0700, ignore_eos=True), 0.0)
     controller.handle(status("a", held()), 0.0)

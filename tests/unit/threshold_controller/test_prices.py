@@ -11,7 +11,6 @@ from services.threshold_controller.prices import (
     StepPrices,
     Supply,
     alone_prices,
-    others_of,
     own_prices,
     paper_own_prices,
     shared_prices,
@@ -35,17 +34,30 @@ def test_alone_a_step_lasts_as_long_as_its_own_pass() -> None:
 
 
 def test_others_add_what_they_put_into_a_pass_on_average() -> None:
-    others = others_of([(LONG, 0.25), (SMALL, 0.25)])
+    others = NOBODY.plus(LONG, 0.25).plus(SMALL, 0.25)
     assert (others.recompute.tokens, others.cache.tokens, others.no_recompute) == (124.0, 48.0, 0.5625)
     assert (others.recompute.recompute_steps, others.cache.cache_steps) == (0.5, 1.5)
     # a recompute pass: 96 + 124 and 48 tokens; a cache pass: 32 + 48, and 124 more on average
     assert own_prices(LATENCY, ONE, SMALL, others) == seconds(1 + 9.6 + 12.4 + 4.8, 1 + 8.0 + 12.4)
 
 
+@given(st.lists(st.tuples(st.integers(33, 900), st.sampled_from([0.1, 0.5, 1.0])), min_size=1, max_size=6))
+def test_who_leaves_a_batch_leaves_what_the_others_put_into_a_pass(batch: list[tuple[int, float]]) -> None:
+    riders = rest = NOBODY
+    for number, (canvas, share) in enumerate(batch):
+        resident = Resident(canvas, 32, "dual", 32)
+        riders = riders.plus(resident, share)
+        rest = rest.plus(resident, share) if number else rest
+    left = riders.minus(Resident(batch[0][0], 32, "dual", 32), batch[0][1])
+    assert left.no_recompute == pytest.approx(rest.no_recompute)
+    assert left.recompute == pytest.approx(rest.recompute, abs=1e-6)
+    assert left.cache == pytest.approx(rest.cache, abs=1e-6)
+
+
 def test_a_pass_without_a_recompute_step_does_not_pay_for_one() -> None:
     """What a recompute pass costs is paid as often as there is one, not always a little."""
     latency = LatencyProfile({1: PassCost(curve=((100.0, 2.0), (200.0, 40.0)))})
-    others = others_of([(Resident(200, 32, "dual", 32), 0.1)])
+    others = NOBODY.plus(Resident(200, 32, "dual", 32), 0.1)
     without, where_any = 2.0, 40.0 + 0.38 * (32 + 28.8)
     assert own_prices(latency, ONE, SMALL, others).cache == pytest.approx((0.1 * where_any + 0.9 * without) / 1000)
 
@@ -114,6 +126,6 @@ def test_nothing_is_free_and_nobody_is_faster_than_alone_on_the_fastest(
     assert shared.cache > 0
     alone = alone_prices(LATENCY, fleet, resident)
     for instance in fleet:
-        own = own_prices(LATENCY, instance, resident, others_of([(LONG, 0.25)]))
+        own = own_prices(LATENCY, instance, resident, NOBODY.plus(LONG, 0.25))
         assert own.recompute >= alone.recompute
         assert own.cache >= alone.cache
