@@ -64,7 +64,7 @@ def in_buckets(model: Model, counted: Counted, kv_tokens: int = 1000, buckets: S
     return engine
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=st.lists(st.tuples(jobs(), st.integers(0, 6)), min_size=1, max_size=5), kv_tokens=st.integers(80, 300))
 def test_requests_in_buckets_get_the_oracle_s_tokens(
     model: Model, oracle: OracleModel, drawn: list[tuple[Job, int]], kv_tokens: int

@@ -1,5 +1,6 @@
 """Torch's own kernels compute what their names say, and what cannot run is refused with the reason."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_a_quantised_model_needs_a_quarter_of_the_memory(tmp_path: Path, monkeyp
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setitem(__import__("sys").modules, "vllm", None)  # importing it raises ImportError
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it raises ImportError
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:

@@ -1,8 +1,10 @@
 """From a profile to an engine."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.denoiser.engine import Engine, StepResult
@@ -14,6 +16,7 @@ from services.denoiser.instance import (
     load_profile_model,
     warm_up,
 )
+from services.denoiser.models.decoder import Decoder
 from services.denoiser.parallel import Alone, Ranks
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
@@ -149,3 +152,15 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert choose_device("auto") == "cpu"
     with pytest.raises(ConfigError, match="cuda"):
         choose_device("cuda")
+
+
+def test_kernels_and_quantisation_are_the_profile_s(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = make_profile(folder)
+    section = msgspec.structs.replace(profile.engine, quantization="fp8")
+    model = load_profile_model(msgspec.structs.replace(profile, engine=section))
+    assert isinstance(model, Decoder)
+    assert (model.kernels.name, model.kernels.quantization) == ("torch", "fp8")
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing it raises ImportError
+    section = msgspec.structs.replace(profile.engine, kernels="vllm")
+    with pytest.raises(ConfigError, match='cannot load the model: kernels = "vllm" cannot be used'):
+        load_profile_model(msgspec.structs.replace(profile, engine=section))
