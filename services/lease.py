@@ -3,6 +3,7 @@
 1. The lease is one message that vanishes `LEASE_TTL_S` after its last renewal. Creating it succeeds for one only.
 2. The sequence that created it is the holder's epoch: every later holder has a higher one.
 3. Who cannot renew within the time to live, counted from the start of the last successful renewal, has lost it.
+4. A renewal that is refused is read back: one's own lease means that an acknowledgement was lost.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ class Lease:
     async def keep(self) -> None:
         """Renews for ever. Raises LeaseLost."""
         loop = asyncio.get_running_loop()
-        renewed_at = loop.time()
+        renewed_at = tried_at = loop.time()
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             started_at = loop.time()
@@ -57,11 +58,22 @@ class Lease:
                 self._seq = await self._bus.append(
                     _SUBJECT, self._value, after_seq=self._seq, ttl_s=LEASE_TTL_S, limit_s=left_s
                 )
-                renewed_at = started_at
+                renewed_at = tried_at = started_at
             except SequenceConflict:
-                raise LeaseLost("it expired, or another scheduler holds it") from None
+                self._seq = await self._stored_seq()
+                renewed_at = tried_at  # whichever try was stored, it began no earlier
             except BusTimeout:
-                continue
+                tried_at = started_at if tried_at == renewed_at else tried_at
+
+    async def _stored_seq(self) -> int:
+        """The sequence of the lease, if it is ours. Raises LeaseLost otherwise."""
+        try:
+            found = await self._bus.last(f"KV_{subjects.CLUSTER}", _SUBJECT, SchedulerLease)
+        except BusTimeout:
+            found = None
+        if found is None or found.message != self._value:
+            raise LeaseLost("it expired, or another scheduler holds it")
+        return found.seq
 
     async def give_up(self) -> None:
         """Lets a scheduler that stands by take over without waiting for the time to live."""

@@ -205,6 +205,8 @@ class SchedulerService:
 
     def _on_lost(self, lost: m.InstanceLost) -> None:
         logger.warning("instance %s exited: %s", lost.instance_id, lost.detail)
+        self._skews.pop(lost.instance_id, None)
+        self._skewed.discard(lost.instance_id)
         self._handle(e.InstanceExited(lost.instance_id))
 
     def _on_gateway(self, status: m.GatewayStatus) -> None:

@@ -457,6 +457,31 @@ async def test_a_holder_that_was_replaced_notices(bus: Bus, other: Bus) -> None:
         await asyncio.wait_for(first.keep(), 5)
 
 
+async def test_a_renewal_whose_acknowledgement_is_lost_keeps_the_lease(
+    bus: Bus, other: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, append, calls = Lease(bus, "first"), bus.append, 0
+
+    async def lose_the_first_answer(*args: Any, **options: Any) -> int:
+        nonlocal calls
+        calls += 1
+        seq = await append(*args, **options)
+        if calls == 1:
+            raise BusTimeout("lost")
+        return seq
+
+    epoch = await lease.acquire()
+    monkeypatch.setattr(bus, "append", lose_the_first_answer)
+    keeping = asyncio.create_task(lease.keep())
+    standing_by = asyncio.create_task(Lease(other, "second").acquire())
+    await until(lambda: calls >= 6, limit_s=10)  # well past the time to live
+    assert not keeping.done()
+    assert not standing_by.done()
+    assert lease.epoch == epoch
+    keeping.cancel()
+    standing_by.cancel()
+
+
 async def test_a_holder_without_a_server_has_lost_the_lease_in_time(nats_server: NatsServer, bus: Bus) -> None:
     lease = Lease(bus, "first")
     await lease.acquire()
