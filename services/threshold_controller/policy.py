@@ -143,6 +143,19 @@ class _Instance:
     repeat_at: float = 0.0
 
 
+@dataclass(slots=True)
+class _Group:
+    """Requests that share out what another group has left (rule 6), by rank."""
+
+    requests: list[_Open] = field(default_factory=list)
+    works: list[Works] = field(default_factory=list)
+
+    @property
+    def least(self) -> float:
+        """Their work at the lowest threshold."""
+        return sum([works[0] for works in self.works])
+
+
 class _Prices(NamedTuple):
     shared: StepPrices
     alone: StepPrices
@@ -437,11 +450,12 @@ class ThresholdController:
             open_.means = self._needs(open_, 0.0)
         return open_.means
 
-    def _weigh(self, open_: _Open) -> None:
+    def _weigh(self, open_: _Open) -> Works:
         """Fills in what the request costs all, and the least that it still takes."""
         prices = self._prices_of(open_.resident)
         needs = self._mean_needs(open_)
-        open_.works = tuple([n.recompute * prices.shared.recompute + n.cache * prices.shared.cache for n in needs])
+        of_recompute, of_cache = prices.shared
+        works = open_.works = tuple([n.recompute * of_recompute + n.cache * of_cache for n in needs])
         open_.is_stale = False
         if self._is_paper:
             steps = needs[0].recompute + needs[0].cache
@@ -449,6 +463,7 @@ class ThresholdController:
         elif open_.deadline is not None:
             least = self._needs(open_, -1.0)[0]
             open_.least_s = least.recompute * prices.alone.recompute + least.cache * prices.alone.cache
+        return works
 
     def _is_hopeless(self, open_: _Open, now: float) -> bool:
         """`works` must be known."""
@@ -465,72 +480,79 @@ class ThresholdController:
         """`say`: even where nothing has changed."""
         self._load_changed = self._load_is_due = False
         self._load_at = now + self.config.load_every_s
-        urgent: list[_Open] = []  # with a deadline
-        patient: list[_Open] = []  # without
-        hopeless: list[_Open] = []
-        num_stale = 0
+        urgent, patient, hopeless = _Group(), _Group(), _Group()
+        num_hopeless = num_stale = 0
         for _, open_ in self._ranked:
             if open_.ended:
                 continue
-            if open_.works is None or (open_.is_stale and num_stale < _MOST_STALE):
-                num_stale += open_.works is not None
-                self._weigh(open_)
-            is_hopeless = self._is_hopeless(open_, now)
-            if is_hopeless != open_.hopeless:
-                open_.hopeless = is_hopeless
-                self._undecided.add(open_.instance_id)
-            (hopeless if is_hopeless else patient if open_.deadline is None else urgent).append(open_)
+            works = open_.works
+            if works is None or (open_.is_stale and num_stale < _MOST_STALE):
+                num_stale += works is not None
+                works = self._weigh(open_)
+            group = urgent
+            if open_.deadline is None:
+                group = urgent if self._is_paper else patient
+            else:
+                is_hopeless = self._is_hopeless(open_, now)
+                if is_hopeless != open_.hopeless:
+                    open_.hopeless = is_hopeless
+                    self._undecided.add(open_.instance_id)
+                if is_hopeless:
+                    num_hopeless += 1
+                    group = urgent if self._is_paper else hopeless
+            group.requests.append(open_)
+            group.works.append(works)
         self._load_changed = num_stale == _MOST_STALE  # there may be more
-        groups = [self._together(urgent, patient, hopeless), [], []] if self._is_paper else [urgent, patient, hopeless]
-        over_s = horizon([(o.slo_s or 0.0, _works(o)[0]) for o in groups[0] if o.deadline is not None])
+        slos = [
+            (o.slo_s, works[0]) for o, works in zip(urgent.requests, urgent.works, strict=True) if o.slo_s is not None
+        ]
+        over_s = horizon(slos)
         self._horizon_s = over_s or self._horizon_s
         capacity = self._horizon_s * sum(self._fleet.values())
-        self._share_out(groups, capacity, is_limited=over_s is not None and self.config.load_control)
-        self._note_load_state(groups, capacity, say)
-
-    @staticmethod
-    def _together(*groups: list[_Open]) -> list[_Open]:
-        return sorted((open_ for group in groups for open_ in group), key=lambda o: o.rank)
-
-    def _share_out(self, groups: Sequence[Sequence[_Open]], capacity: float, *, is_limited: bool) -> None:
-        """Gives everybody a cap. `groups`: of rule 6, the last one is hopeless."""
-        left = capacity
-        for group in groups[:-1]:
-            given = grant([_works(open_) for open_ in group], left, paper=self._is_paper)
-            for open_, cap in zip(group, given.caps, strict=True):
-                self._set_cap(open_, cap if is_limited and open_.pin is None else self._top)
-            left = given.spare_s if given.is_open else -1.0
-        for open_ in groups[-1]:
-            self._set_cap(open_, 0 if is_limited else self._top)
-
-    def _set_cap(self, open_: _Open, cap: int) -> None:
-        if cap != open_.cap:
-            open_.cap = cap
-            self._undecided.add(open_.instance_id)
-
-    def _note_load_state(self, groups: Sequence[Sequence[_Open]], capacity: float, say: bool) -> None:
-        demand = floor = 0.0
-        caps: dict[int, float] = {}  # by priority, of the last request; of the first group where it is in several
-        for group in reversed(groups):
-            for open_ in group:
-                works = _works(open_)
-                floor += works[0]
-                demand += works[open_.cap] if len(works) > 1 else works[0]
-                if open_.pin is None and not open_.hopeless:
-                    caps[-open_.rank[0]] = self.thresholds[open_.cap]
+        if over_s is not None and self.config.load_control:
+            demand = self._share_out(urgent, patient, hopeless, capacity)
+        else:
+            demand = self._allow_all(urgent, patient, hopeless)
+        groups = (hopeless, patient, urgent)
         state = m.LoadState(
             sent_at=0.0,
             horizon_s=self._horizon_s,
             demand_s=demand,
             capacity_s=capacity,
-            caps=[m.PriorityCap(priority=p, threshold=cap) for p, cap in sorted(caps.items(), reverse=True)],
-            num_open=sum(map(len, groups)),
-            num_hopeless=sum(open_.hopeless for group in groups for open_ in group),
-            floor_s=floor,
+            caps=self._caps_by_priority(patient, urgent),
+            num_open=sum(len(group.requests) for group in groups),
+            num_hopeless=num_hopeless,
+            floor_s=sum(group.least for group in groups),
         )
         before, self._load_state = self._load_state, state
         if say or before is None or (before.caps, before.num_hopeless) != (state.caps, state.num_hopeless):
             self._commands.append(SendLoadState(state))
+
+    def _share_out(self, urgent: _Group, patient: _Group, hopeless: _Group, capacity: float) -> float:
+        """Rule 6: gives everybody a cap. Returns the demand at these caps."""
+        first = grant(urgent.works, capacity, paper=self._is_paper)
+        left = first.spare_s if first.is_open else min(first.spare_s, -1.0)
+        second = grant(patient.works, left)
+        self._set_caps(urgent, first.caps)
+        self._set_caps(patient, second.caps)
+        self._set_caps(hopeless, [0] * len(hopeless.works))
+        return (capacity - first.spare_s) + (left - second.spare_s) + hopeless.least
+
+    def _allow_all(self, *groups: _Group) -> float:
+        for group in groups:
+            self._set_caps(group, [self._top] * len(group.works))
+        return sum([works[-1] for group in groups for works in group.works])
+
+    def _set_caps(self, group: _Group, caps: list[int]) -> None:
+        for open_, cap in zip(group.requests, caps, strict=True):
+            if cap != open_.cap and open_.pin is None:
+                open_.cap = cap
+                self._undecided.add(open_.instance_id)
+
+    def _caps_by_priority(self, *groups: _Group) -> list[m.PriorityCap]:
+        """Of the last request of each priority; of the last group that has any."""
+        last = {open_.rank[0]: open_ for group in groups for open_ in group.requests if open_.pin is None}
+        return [m.PriorityCap(priority=-rank, threshold=self.thresholds[last[rank].cap]) for rank in sorted(last)]
 
     # --- rules 7 and 8: deadline control --------------------------------------------------------------------------
 
@@ -726,11 +748,6 @@ def _standing_of(entry: m.RequestReport, block_size: int) -> Standing:
 
 def _steps_of(record: ProgressRecord) -> int:
     return sum(block.recompute_steps + block.cache_steps for block in record.blocks)
-
-
-def _works(open_: _Open) -> Works:
-    assert open_.works is not None
-    return open_.works
 
 
 def _at(pin: float, thresholds: Sequence[float], needs: Sequence[Need]) -> Need:
