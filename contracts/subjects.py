@@ -85,7 +85,7 @@ def gateway_status(gateway_id: str) -> str:
     return f"status.gateway.{_token(gateway_id)}"
 
 
-Service: TypeAlias = Literal["gateway", "scheduler", "worker", "agent"]
+Service: TypeAlias = Literal["gateway", "scheduler", "worker", "agent", "step-predictor"]
 
 
 class Channel(NamedTuple):
@@ -106,14 +106,16 @@ CHANNELS: tuple[Channel, ...] = (
     Channel("inst.*.thresholds", m.Thresholds, "publish", (), ("worker",)),
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
     Channel("sched.drain", m.DrainNotice, "request", ("worker",), ("scheduler",)),
-    Channel("report.*", m.Report, "publish", ("worker",), ("scheduler",)),
-    Channel("forecast.*", m.Forecast, "publish", (), ()),
+    Channel("report.*", m.Report, "publish", ("worker",), ("scheduler", "step-predictor")),
+    Channel("forecast.*", m.Forecast, "publish", ("step-predictor",), ()),
     Channel("load.state", m.LoadState, "publish", (), ()),
     Channel("status.instance.*", m.InstanceStatus, "publish", ("worker",), ("scheduler", "gateway", "agent")),
     Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler",)),
     Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ()),
     Channel("status.gateway.*", m.GatewayStatus, "publish", ("gateway",), ("scheduler",)),
-    Channel("status.ask", m.StatusAsk, "publish", ("scheduler", "gateway"), ("worker", "agent", "gateway")),
+    Channel(
+        "status.ask", m.StatusAsk, "publish", ("scheduler", "gateway"), ("worker", "agent", "gateway", "step-predictor")
+    ),
 )
 
 

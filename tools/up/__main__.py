@@ -1,4 +1,4 @@
-"""python -m tools.up: starts nats-server, scheduler, gateway and an agent with its workers; Ctrl-C stops them.
+"""python -m tools.up: starts nats-server, the services and an agent with its workers; Ctrl-C stops them.
 
 1. One stack a data folder (a lock on `<data>/up.lock`), and its ports must be free: it is said which is not, and
    nothing that runs is touched.
@@ -27,6 +27,7 @@ import msgspec
 
 from services.profile import load_profile
 from services.settings import ConfigError, load_section
+from services.step_predictor.config import MODEL_FILE as PREDICTOR_FILE
 from tools.up import children
 from tools.up.config import UpConfig
 from tools.up.plan import processes_of
@@ -175,7 +176,9 @@ class _AskedToStop(Exception):
 
 async def _up(config: UpConfig, model: str, nats_server: str, *, verbose: bool) -> int:
     children.adopt_orphans()
-    supervisor = Supervisor(processes_of(config, nats_server), config.folder, _say, verbose=verbose)
+    has_predictor = (Path(config.profile) / PREDICTOR_FILE).exists()
+    processes = processes_of(config, nats_server, has_predictor=has_predictor)
+    supervisor = Supervisor(processes, config.folder, _say, verbose=verbose)
     supervisor.note(url=config.url, port=config.port, nats_url=config.nats_url)
     asked = _on_signals(supervisor)
     print(f"Starting nats-server, scheduler, gateway and an agent with {config.workers} workers ...", flush=True)

@@ -4,9 +4,11 @@ Starting and stopping:
 1. All processes start at once: the services wait for NATS by themselves.
 2. They stop one after another, in STOP_ORDER: first who takes requests in, last who stores them. The scheduler stays
    until the workers have handed back what they hold.
-3. Instances are the agent's: it starts them, stops them and tells of their death. They are not in this list.
+3. Instances are the agent's: it starts them, stops them and tells of their death. They are not in this list. The
+   step-predictor is there if the profile has a model for it.
 When a process ends by itself:
-4. Exit code 2 means a wrong configuration, which another start does not mend: the stack is given up.
+4. Exit code 2 means a wrong configuration, which another start does not mend: the stack is given up, or goes on
+   without a process that is optional.
 5. Otherwise it starts again after a pause, which doubles from FIRST_PAUSE_S to LONGEST_PAUSE_S with each end in a row.
 6. After STEADY_S seconds of work an end counts as the first one again.
 """
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 from tools.up.config import UpConfig
 
-STOP_ORDER = ("gateway", "agent", "scheduler", "nats")
+STOP_ORDER = ("gateway", "agent", "step-predictor", "scheduler", "nats")
 
 EXIT_WRONG_CONFIG = 2  # services/runtime.py, rule 3
 FIRST_PAUSE_S = 0.1
@@ -34,10 +36,11 @@ class Process(NamedTuple):
     command: tuple[str, ...]
     environment: dict[str, str]  # beside what this process has
     stop_limit_s: float  # from SIGTERM to SIGKILL
+    optional: bool = False  # the others do without it
 
 
-def processes_of(config: UpConfig, nats_server: str) -> tuple[Process, ...]:
-    """The stack. `nats_server`: path of that program."""
+def processes_of(config: UpConfig, nats_server: str, *, has_predictor: bool = False) -> tuple[Process, ...]:
+    """The stack. `nats_server`: path of that program; `has_predictor`: whether the profile has a step predictor."""
     shared = {
         "TEDISERVE_NATS_URL": config.nats_url,
         "TEDISERVE_NATS_REPLICAS": "1",
@@ -47,6 +50,9 @@ def processes_of(config: UpConfig, nats_server: str) -> tuple[Process, ...]:
         own = {f"TEDISERVE_{key}": str(value) for key, value in environment.items()}
         return Process(name, (sys.executable, "-m", *command), shared | own, stop_limit_s)
 
+    predictor = service(
+        "step-predictor", "services.step_predictor", stop_limit_s=5.0, STEP_PREDICTOR_PROFILE=config.profile
+    )._replace(optional=True)
     return (
         Process("nats", _nats_command(config, nats_server), {}, 5.0),
         service("scheduler", "services.scheduler", stop_limit_s=5.0, SCHEDULER_PROFILE=config.profile),
@@ -69,6 +75,7 @@ def processes_of(config: UpConfig, nats_server: str) -> tuple[Process, ...]:
             AGENT_STOP_LIMIT_S=12,
             WORKER_DRAIN_LIMIT_S=10,
         ),
+        *([predictor] if has_predictor else []),
     )
 
 

@@ -81,6 +81,9 @@ class Supervisor:
             exit_code = await child.wait()
             self.show_new_lines()  # first why, then that
             match policy.ended(exit_code, ran_s=clock() - started_at):
+                case GiveUp(reason) if process.optional:
+                    self._say(process.name, f"{reason}; the stack goes on without it")
+                    return
                 case GiveUp(reason):
                     raise GivenUp(process.name, reason, self._logs[process.name].path)
                 case Restart(after_s):

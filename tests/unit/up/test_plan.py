@@ -10,7 +10,7 @@ from tools.up.plan import LONGEST_PAUSE_S, STEADY_S, STOP_ORDER, GiveUp, Restart
 
 
 def test_every_process_has_its_place_in_the_stop_order() -> None:
-    processes = processes_of(UpConfig(), "nats-server")
+    processes = processes_of(UpConfig(), "nats-server", has_predictor=True)
     assert sorted(STOP_ORDER) == sorted(process.name for process in processes)
     assert STOP_ORDER[0] == "gateway"
     assert STOP_ORDER[-1] == "nats"
@@ -26,6 +26,14 @@ def test_ports_profile_and_workers_reach_the_services() -> None:
         assert by_name[name].environment[f"TEDISERVE_{name.upper()}_PROFILE"] == "profiles/other"
     assert by_name["gateway"].environment["TEDISERVE_GATEWAY_PORT"] == "8123"
     assert by_name["agent"].environment["TEDISERVE_AGENT_WORKERS"] == "3"
+
+
+def test_a_step_predictor_is_started_where_the_profile_has_one_and_is_optional() -> None:
+    with_one = {p.name: p for p in processes_of(UpConfig(profile="profiles/a"), "nats-server", has_predictor=True)}
+    assert with_one["step-predictor"].environment["TEDISERVE_STEP_PREDICTOR_PROFILE"] == "profiles/a"
+    assert [name for name, process in with_one.items() if process.optional] == ["step-predictor"]
+    without = {process.name for process in processes_of(UpConfig(), "nats-server")}
+    assert with_one.keys() - without == {"step-predictor"}
 
 
 def test_pauses_double_up_to_a_limit() -> None:

@@ -1,0 +1,1 @@
+"""Says how many more steps and blocks each running request needs, at every threshold of the profile."""

@@ -1,0 +1,1 @@
+"""Makes and judges the step predictor of a profile from recorded denoising traces."""
