@@ -648,7 +648,8 @@ class ThresholdController:
     # --- rule 9: telling --------------------------------------------------------------------------------------------
 
     def _tell(self, instance: _Instance, *, again: bool = False) -> None:
-        decisions = [open_.decision for _, open_ in sorted(instance.residents.items()) if open_.decision is not None]
+        held = [open_ for _, open_ in sorted(instance.residents.items()) if not open_.ended]
+        decisions = [open_.decision for open_ in held if open_.decision is not None]
         told = frozenset((d.request_id, d.attempt, d.threshold) for d in decisions)
         if again or not told <= instance.told:
             self._commands.append(SendThresholds(instance.id, tuple(decisions), "repeated" if again else "changed"))

@@ -21,15 +21,15 @@ PROFILE = Profile(
 LATENCY = LatencyProfile({1: PassCost(curve=((0.0, 1.0), (1000.0, 101.0)))})  # 1 ms and 0.1 ms a token
 
 
-def make_fresh(profile: Profile = PROFILE, **config: Any) -> ThresholdController:
+def make_fresh(profile: Profile = PROFILE, latency: LatencyProfile = LATENCY, **config: Any) -> ThresholdController:
     """One that has heard nothing yet. No margin, and plans for the mean."""
     settings = ThresholdControllerConfig(**({"margin_s": 0.0, "risk": 0.0, "settle_s": 0.0} | config))
-    return ThresholdController(settings, profile, LATENCY)
+    return ThresholdController(settings, profile, latency)
 
 
-def make_controller(*instance_ids: str, profile: Profile = PROFILE, **config: Any) -> ThresholdController:
-    """One that decides, at time 0, with these instances and no request."""
-    controller = make_fresh(profile, **config)
+def make_controller(*instance_ids: str, **settings: Any) -> ThresholdController:
+    """One that decides, at time 0, with these instances and no request. `settings`: of `make_fresh`."""
+    controller = make_fresh(**settings)
     controller.handle(e.CaughtUp(), 0.0)
     for instance_id in instance_ids:
         controller.handle(status(instance_id), 0.0)

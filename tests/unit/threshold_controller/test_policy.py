@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.costs import LatencyProfile, PassCost
 from services.threshold_controller import events as e
 from services.threshold_controller.config import ThresholdControllerConfig
 from services.threshold_controller.policy import ThresholdController
@@ -218,6 +219,19 @@ def test_the_paper_gives_up_at_seven_tenths_of_the_time_that_recompute_steps_wou
     assert decisions(paper) == {"r1": (0.5, "hopeless")}
     paper.handle(forecast(steps_left=(3.9, 6.0, 8.0, 10.0, 12.0)), 0.0)
     assert decisions(paper) == {"r1": (0.5, "deadline")}
+
+
+def test_the_paper_gives_up_on_what_would_end_in_two_thirds_of_that_time() -> None:
+    """LLaDA-8B on an H100, a GSM8K request of 1,440 tokens: the published latencies and steps."""
+    latency = LatencyProfile({1: PassCost(curve=((32.0, 12.183), (1440.0, 39.777)))})
+    for policy, least_s in (("paper", 0.7 * 39.4 * 0.039777), ("tedi", 8 * 0.039777 + 31.4 * 0.012183)):
+        for slack, reason in ((least_s + 1e-6, "deadline"), (least_s - 1e-6, "hopeless")):
+            controller = make_controller("a", latency=latency, policy=policy)
+            request = builders.make_request("r1", prompt_ids=[1] * 1184, max_tokens=256, deadline_at=1002.0)
+            controller.handle(seen(request, deadline=slack), 0.0)
+            controller.handle(status("a", held(), kv_tokens=16384), 0.0)
+            controller.handle(forecast(steps_left=(39.4, 45.0, 54.4, 67.3, 86.0), blocks_left=8.0), 0.0)
+            assert decisions(controller)["r1"][1] == reason, (policy, slack)
 
 
 def test_the_paper_s_rules_plan_for_the_mean_whatever_the_risk() -> None:
