@@ -15,7 +15,6 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import ScalingType
 
 logger = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class Kernels:
 
     def varlen(self, head_dim: int, dtype: torch.dtype) -> Varlen | None:
         """One call for all requests of a pass, or None where torch has no such kernel."""
-        return torch_varlen if self.runs_flash(head_dim, dtype) else None
+        return torch_varlen() if self.runs_flash(head_dim, dtype) else None
 
     def runs_flash(self, head_dim: int, dtype: torch.dtype) -> bool:
         """Whether FlashAttention takes such heads on this device."""
@@ -216,21 +215,26 @@ def rotary_angles(head_dim: int, theta: float, num_positions: int, device: torch
     return torch.outer(position, 1.0 / theta**exponent)
 
 
-def torch_varlen(
-    query_THD: Tensor,
-    key_SKD: Tensor,
-    value_SKD: Tensor,
-    cu_query: Tensor,
-    cu_key: Tensor,
-    max_query: int,
-    max_key: int,
-) -> Tensor:
+def torch_varlen() -> Varlen:
     """Torch's FlashAttention: half precision, on a GPU."""
-    output = varlen_attn(
-        query_THD, key_SKD, value_SKD, cu_query, cu_key, max_query, max_key, enable_gqa=True, num_splits=NUM_SPLITS
-    )
-    assert isinstance(output, Tensor)  # a tuple only where more is asked for
-    return output
+    from torch.nn.attention.varlen import varlen_attn  # brings a good part of torch's compiler: 1 s, 70 MB
+
+    def varlen(
+        query_THD: Tensor,
+        key_SKD: Tensor,
+        value_SKD: Tensor,
+        cu_query: Tensor,
+        cu_key: Tensor,
+        max_query: int,
+        max_key: int,
+    ) -> Tensor:
+        output = varlen_attn(
+            query_THD, key_SKD, value_SKD, cu_query, cu_key, max_query, max_key, enable_gqa=True, num_splits=NUM_SPLITS
+        )
+        assert isinstance(output, Tensor)  # a tuple only where more is asked for
+        return output
+
+    return varlen
 
 
 def choose_kernels(

@@ -94,7 +94,7 @@ def _flash_attention(head_dim: int) -> Varlen:
 
     version = get_flash_attn_version(head_size=head_dim)
     if version is None:  # it has none for this GPU
-        return torch_varlen
+        return torch_varlen()
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     def varlen(

@@ -1,5 +1,6 @@
 """Torch's own kernels compute what their names say, and what cannot run is refused with the reason."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
-from services.denoiser.kernels import FP8, FP8_MAX, Fp8Linear, Kernels, PlainLinear, choose_kernels
+from services.denoiser.kernels import FP8, FP8_MAX, Fp8Linear, Kernels, PlainLinear, choose_kernels, torch_varlen
 from services.denoiser.loader import load_model
 from tests.unit.denoiser import random_model
 from tests.unit.denoiser.thread_ranks import on_ranks
@@ -143,6 +144,15 @@ def test_a_quantised_model_needs_a_quarter_of_the_memory(tmp_path: Path, monkeyp
         load_model(folder, quantization="fp8")
 
 
+def test_torch_s_attention_in_one_call_takes_what_it_is_given() -> None:
+    """As far as tensors without numbers tell: there is no such kernel for a CPU."""
+    query, key, value = (
+        torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in [(10, 8, 64), (50, 2, 64), (50, 2, 64)]
+    )
+    bounds = torch.empty(5, device="meta", dtype=torch.int32)
+    assert torch_varlen()(query, key, value, bounds, bounds, 4, 20).shape == query.shape
+
+
 # --- which ones run ---------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +193,13 @@ def test_eight_bits_want_a_gpu_that_multiplies_them(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r'"fp8" on a GPU takes dtype = "bfloat16"'):
         choose_kernels("torch", CUDA, torch.float32, "fp8")
     assert choose_kernels("torch", CUDA, torch.bfloat16, "fp8").quantization == "fp8"
+
+
+def test_a_worker_on_a_cpu_imports_neither_vllm_nor_torch_s_compiler() -> None:
+    """They would take seconds and memory at each start."""
+    code = "import services.denoiser.instance, sys; print({'vllm', 'torch._dynamo'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert found.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(
