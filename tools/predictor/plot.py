@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 
 from tools.predictor.evaluate import PARTS, Evaluation
 
+mpl.rcParams |= {"svg.hashsalt": "step predictor", "svg.fonttype": "none"}
+
 _LABELS = {
     "one-shot": "one-shot mean",
     "progress": "progress features",
@@ -20,7 +22,6 @@ _LABELS = {
 
 def plot_progress(evaluation: Evaluation, path: Path) -> None:
     """Error of each variant against progress."""
-    mpl.rcParams["svg.hashsalt"] = "step predictor"
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for name, errors in evaluation.errors.items():
         percents = [100 * (part + 0.5) / PARTS for part in range(len(errors))]
@@ -33,7 +34,6 @@ def plot_progress(evaluation: Evaluation, path: Path) -> None:
 
 def plot_refresh(evaluation: Evaluation, path: Path) -> None:
     """Error and cost against the tokens between two forecasts; the chosen number is marked."""
-    mpl.rcParams["svg.hashsalt"] = "step predictor"
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     tokens = [one.tokens for one in evaluation.refreshes]
     axes.plot(tokens, [100 * one.error for one in evaluation.refreshes], marker="o", color="C0")
