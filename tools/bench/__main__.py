@@ -3,6 +3,8 @@
 1. Throughput by number of concurrent requests, then gateway overhead on the idle stack, then how soon clients that hang
    up free their slots, with two workers.
 2. Step overhead of one worker: with the machine's cores free, and with the whole stack on one core.
+3. The threshold-controller: load control over many open requests, and the way from a report to a threshold.
+4. The step predictor: one batch of forecasts on one core.
 Run it on an otherwise idle machine; the ratios travel, the absolute numbers do not.
 """
 
@@ -13,7 +15,9 @@ import platform
 import statistics
 from pathlib import Path
 
+from tools.bench.control import OPEN, REPORTS_PER_S, RUNNING, measure_load_control, measure_reaction
 from tools.bench.hangups import NUM_CLIENTS, hang_ups
+from tools.bench.predictor import measure_predictor
 from tools.bench.serving import measure_overhead, measure_throughput, quantile
 from tools.bench.stack import free_ports, running_stack
 from tools.bench.step import StepOverhead, read_overhead
@@ -30,6 +34,8 @@ def main() -> None:
     print(f"Hardware: {_hardware()}. Profile: {options.profile}.\n")
     _serving(options.profile, options.requests)
     _steps(options.profile, options.requests)
+    _control(options.profile)
+    _predictor(options.profile)
 
 
 def _serving(profile: str, count: int) -> None:
@@ -87,6 +93,32 @@ def _step_overhead(profile: str, count: int) -> StepOverhead:
             return read_overhead(f"http://127.0.0.1:{port}/metrics")
     finally:
         del os.environ["TEDISERVE_WORKER_METRICS_PORT"]
+
+
+def _control(profile: str) -> None:
+    print(
+        f"\nLoad control over {OPEN:,} open requests, and from a report to a threshold at {REPORTS_PER_S} reports/s\n"
+    )
+    print("| what | times | p50 ms | p99 ms |")
+    print("|---|---|---|---|")
+    load = measure_load_control(profile)
+    for what, times in (
+        (f"load control, {RUNNING} requests have moved", load.moved),
+        ("load control, and prices have changed", load.repriced),
+        ("report to threshold", asyncio.run(measure_reaction(profile))),
+    ):
+        print(
+            f"| {what} | {len(times)} | {1e3 * quantile(times, 0.5):.2f} | {1e3 * quantile(times, 0.99):.2f} |",
+            flush=True,
+        )
+
+
+def _predictor(profile: str) -> None:
+    print("\nStep predictor, one core: a batch of forecasts, from reports to the entries of the message\n")
+    print("| requests | thresholds | p50 ms | p95 ms |")
+    print("|---|---|---|---|")
+    for b in measure_predictor(profile):
+        print(f"| {b.requests} | {b.thresholds} | {b.p50_ms:.2f} | {b.p95_ms:.2f} |", flush=True)
 
 
 def _hardware() -> str:
