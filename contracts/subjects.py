@@ -85,7 +85,7 @@ def gateway_status(gateway_id: str) -> str:
     return f"status.gateway.{_token(gateway_id)}"
 
 
-Service: TypeAlias = Literal["gateway", "scheduler", "worker", "agent", "step-predictor"]
+Service: TypeAlias = Literal["gateway", "scheduler", "worker", "agent", "step-predictor", "threshold-controller"]
 
 
 class Channel(NamedTuple):
@@ -99,22 +99,38 @@ class Channel(NamedTuple):
 
 
 CHANNELS: tuple[Channel, ...] = (
-    Channel("req.*", m.GenerateRequest, "stream", ("gateway",), ("scheduler",)),
-    Channel("prog.*.*", m.ProgressRecord, "stream", ("gateway", "scheduler", "worker"), ("gateway", "scheduler")),
+    Channel("req.*", m.GenerateRequest, "stream", ("gateway",), ("scheduler", "threshold-controller")),
+    Channel(
+        "prog.*.*",
+        m.ProgressRecord,
+        "stream",
+        ("gateway", "scheduler", "worker"),
+        ("gateway", "scheduler", "threshold-controller"),
+    ),
     Channel("inst.*.assign", m.Assign, "request", ("scheduler",), ("worker",)),
     Channel("inst.*.release", m.Release, "request", (), ("worker",)),
-    Channel("inst.*.thresholds", m.Thresholds, "publish", (), ("worker",)),
+    Channel("inst.*.thresholds", m.Thresholds, "publish", ("threshold-controller",), ("worker",)),
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
     Channel("sched.drain", m.DrainNotice, "request", ("worker",), ("scheduler",)),
-    Channel("report.*", m.Report, "publish", ("worker",), ("scheduler", "step-predictor")),
-    Channel("forecast.*", m.Forecast, "publish", ("step-predictor",), ()),
-    Channel("load.state", m.LoadState, "publish", (), ()),
-    Channel("status.instance.*", m.InstanceStatus, "publish", ("worker",), ("scheduler", "gateway", "agent")),
-    Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler",)),
+    Channel("report.*", m.Report, "publish", ("worker",), ("scheduler", "step-predictor", "threshold-controller")),
+    Channel("forecast.*", m.Forecast, "publish", ("step-predictor",), ("threshold-controller",)),
+    Channel("load.state", m.LoadState, "publish", ("threshold-controller",), ()),
+    Channel(
+        "status.instance.*",
+        m.InstanceStatus,
+        "publish",
+        ("worker",),
+        ("scheduler", "gateway", "agent", "threshold-controller"),
+    ),
+    Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler", "threshold-controller")),
     Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ()),
     Channel("status.gateway.*", m.GatewayStatus, "publish", ("gateway",), ("scheduler",)),
     Channel(
-        "status.ask", m.StatusAsk, "publish", ("scheduler", "gateway"), ("worker", "agent", "gateway", "step-predictor")
+        "status.ask",
+        m.StatusAsk,
+        "publish",
+        ("scheduler", "gateway", "threshold-controller"),
+        ("worker", "agent", "gateway", "step-predictor"),
     ),
 )
 

@@ -80,7 +80,8 @@ async def test_garbage_on_every_subject_is_counted_logged_once_and_ignored(tmp_p
             await check_counts(client)
 
         # two workers and their agent write into one log
-        heard = {service: {sent[c]: 1 for c in channels_heard_by(service)} for service in ("gateway", "scheduler")}
+        single: tuple[subjects.Service, ...] = ("gateway", "scheduler", "threshold-controller")
+        heard = {service: Counter(sent[c] for c in channels_heard_by(service)) for service in single}
         worker = {sent[c]: 1 if sent[c].startswith("inst.") else 2 for c in channels_heard_by("worker")}
         agent = {sent[c]: 1 for c in channels_heard_by("agent")}
         heard["agent"] = Counter(worker) + Counter(agent)

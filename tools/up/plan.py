@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tools.up.config import UpConfig
 
-STOP_ORDER = ("gateway", "agent", "step-predictor", "scheduler", "nats")
+STOP_ORDER = ("gateway", "agent", "threshold-controller", "step-predictor", "scheduler", "nats")
 
 EXIT_WRONG_CONFIG = 2  # services/runtime.py, rule 3
 FIRST_PAUSE_S = 0.1
@@ -56,6 +56,12 @@ def processes_of(config: UpConfig, nats_server: str, *, has_predictor: bool = Fa
     return (
         Process("nats", _nats_command(config, nats_server), {}, 5.0),
         service("scheduler", "services.scheduler", stop_limit_s=5.0, SCHEDULER_PROFILE=config.profile),
+        service(
+            "threshold-controller",
+            "services.threshold_controller",
+            stop_limit_s=5.0,
+            THRESHOLD_CONTROLLER_PROFILE=config.profile,
+        ),
         service(
             "gateway",
             "services.gateway",

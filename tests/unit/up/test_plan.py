@@ -21,9 +21,10 @@ def test_ports_profile_and_workers_reach_the_services() -> None:
     by_name = {process.name: process for process in processes_of(config, "nats-server")}
     assert "4333" in by_name["nats"].command
     assert by_name["nats"].command[-1].endswith("/elsewhere/nats")
-    for name in ("scheduler", "gateway", "agent"):
+    for name in ("scheduler", "gateway", "agent", "threshold-controller"):
+        table = name.upper().replace("-", "_")
         assert by_name[name].environment["TEDISERVE_NATS_URL"] == "nats://127.0.0.1:4333"
-        assert by_name[name].environment[f"TEDISERVE_{name.upper()}_PROFILE"] == "profiles/other"
+        assert by_name[name].environment[f"TEDISERVE_{table}_PROFILE"] == "profiles/other"
     assert by_name["gateway"].environment["TEDISERVE_GATEWAY_PORT"] == "8123"
     assert by_name["agent"].environment["TEDISERVE_AGENT_WORKERS"] == "3"
 
