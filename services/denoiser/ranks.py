@@ -272,13 +272,14 @@ def _serve(line: Line[FromLeader]) -> None:
     assert isinstance(join, Join)
     torch.set_num_threads(join.source.threads)
     group = join_group(join)
+    model = load_share(join.source, group)
+    line.send(Loaded(free_bytes=free_bytes(model.device)))
+    begin = line.receive()
+    assert isinstance(begin, Begin)
+    engine = Engine(model, config=begin.config)
+    line.send(Ready())
     try:
-        model = load_share(join.source, group)
-        line.send(Loaded(free_bytes=free_bytes(model.device)))
-        begin = line.receive()
-        assert isinstance(begin, Begin)
-        engine = Engine(model, config=begin.config)
-        line.send(Ready())
         follow(line, engine)
-    finally:
-        group.close()
+    except LineClosed:
+        group.close()  # in order, as rank 0 does; on a mistake not, or who still joins would fail of that
+        raise
