@@ -77,7 +77,7 @@ async def test_a_request_refused_for_lack_of_room_waits_visibly_and_runs_when_th
     await until(knows_the_worker, "the scheduler knows the worker", 60)
     besides = stage.served.request(0, max_tokens=LONGEST)
     assert await stage.assign("w-0", besides, epoch=1) == m.Accepted()
-    request = stage.served.request(1, max_tokens=LONGEST)
+    request = stage.served.request(1, max_tokens=LONGEST, threshold=0.0)  # a step a block: it need not take long
     await stage.submit(request)
 
     async def waits() -> bool:
