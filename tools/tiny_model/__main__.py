@@ -24,7 +24,7 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser("train", help="train the model from scratch, or on from its last checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="folder for the finished model")
     parser.add_argument("--work", type=Path, default=Path("var/tiny_model"), help="folder for checkpoint and log")
-    parser.add_argument("--steps", type=int, help="another number of steps than the recipe's")
+    parser.add_argument("--steps", type=int, help="another number of steps than the recipe's, in all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="without a C++ compiler: half as fast")
     parser.set_defaults(run=_train)
@@ -36,7 +36,9 @@ def _train(arguments: argparse.Namespace) -> None:
 
     config = TrainConfig(seed=arguments.seed)
     if arguments.steps:
-        config = replace(config, num_steps=arguments.steps)
+        later = tuple((steps * arguments.steps // config.num_steps, share) for steps, share in config.later_cycles)
+        first = arguments.steps - sum(steps for steps, _ in later)
+        config = replace(config, first_cycle_steps=first, later_cycles=later)
     train(TrainJob(arguments.out, arguments.work, config, compile=not arguments.no_compile))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from tools.tiny_model.config import Mixture, TrainConfig, mixture_at
+from tools.tiny_model.config import Mixture, TrainConfig
 from tools.tiny_model.tasks import TAUGHT, Problem, equation, sample
 from tools.tiny_model.tokenizer import BOS, EOS, EOT, MASK, ROLES, token_id_of
 
@@ -36,6 +36,9 @@ SYSTEM_PROMPTS = (
     "Think step by step.",
     "Answer the question.",
 )
+# Of the answers; the others are hidden from one "=" on.
+UNIFORM_SHARE = 0.25
+BY_BLOCK_SHARE = 0.4
 # How much the loss of a token counts beside the tokens that a state asks for.
 LATER_WEIGHT = 0.3
 TAIL_WEIGHT = 0.05
@@ -48,10 +51,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Batch:
-    """B texts of padded length T; M counts the masked positions, padded with weight 0.
-
-    `mask_share` says how much of the answer tokens was hidden, for the log.
-    """
+    """B texts of padded length T; M counts the masked positions, padded with weight 0."""
 
     input_BT: Ints
     is_padding_BT: Bools
@@ -89,9 +89,7 @@ class BatchMaker:
     def batch(self, rank: int, step: int) -> Batch:
         """The batch of this rank and step."""
         group = self._pool(rank, step // POOL_STEPS)[step % POOL_STEPS]
-        return self._masked(
-            [self._fitted(text) for text in group], mixture_at(step), Random(f"mask/{self._config.seed}/{rank}/{step}")
-        )
+        return self._masked([self._fitted(text) for text in group], Random(f"mask/{self._config.seed}/{rank}/{step}"))
 
     def _fitted(self, text: Text) -> Text:
         """Without the oldest part of a conversation that is longer than the model's context."""
@@ -105,7 +103,7 @@ class BatchMaker:
         rng = Random(f"pool/{self._config.seed}/{rank}/{pool_index}")
         groups: list[list[Text]] = []
         while len(groups) < POOL_STEPS:
-            mixture = mixture_at(pool_index * POOL_STEPS)
+            mixture = self._config.mixture_at(pool_index * POOL_STEPS)
             pool = sorted((self._text(rng, mixture) for _ in range(self._config.pool_size)), key=len)
             groups += self._groups(pool)
         return rng.sample(groups, POOL_STEPS)
@@ -124,7 +122,8 @@ class BatchMaker:
     def _text(self, rng: Random, mixture: Mixture) -> Text:
         if rng.random() < mixture.equations:
             return self._equations(rng)
-        return self._chat(rng, sample(rng, "train", replace(TAUGHT, share=mixture.numbered)), mixture.long_canvas)
+        problem = sample(rng, "train", replace(TAUGHT, share=mixture.numbered), mixture.drill)
+        return self._chat(rng, problem, mixture.long_canvas)
 
     def _chat(self, rng: Random, problem: Problem, long_canvas: float) -> Text:
         prompt = [self._bos]
@@ -165,7 +164,7 @@ class BatchMaker:
 
     # --- masking ---
 
-    def _masked(self, texts: list[Text], mixture: Mixture, rng: Random) -> Batch:
+    def _masked(self, texts: list[Text], rng: Random) -> Batch:
         num_rows, width = len(texts), _round_up(max(map(len, texts)), LENGTH_STEP)
         noise = np.random.Generator(np.random.PCG64(rng.getrandbits(64)))
         input_BT = np.full((num_rows, width), self._eos, np.int64)
@@ -179,7 +178,7 @@ class BatchMaker:
             start, end = len(text.prompt), len(text)
             input_BT[row, :end] = text.prompt + text.canvas
             is_padding_BT[row, :end] = False
-            weight_BT[row, start:end] = self._weights(text, 0.02 + 0.98 * level, mixture, rng, noise)
+            weight_BT[row, start:end] = self._weights(text, 0.02 + 0.98 * level, rng, noise)
         masked_M = np.flatnonzero(weight_BT)
         target_M = input_BT.reshape(-1)[masked_M]
         input_BT.reshape(-1)[masked_M] = self._mask
@@ -194,16 +193,16 @@ class BatchMaker:
             np.pad(is_equations_B[masked_M // width], (0, missing)),
         )
 
-    def _weights(self, text: Text, level: float, mixture: Mixture, rng: Random, noise: np.random.Generator) -> Floats:
+    def _weights(self, text: Text, level: float, rng: Random, noise: np.random.Generator) -> Floats:
         """The loss weight of each canvas position: above 0 where it is masked, 0 where it is visible."""
         canvas = np.array(text.canvas)
         if text.is_equations:
             return self._equation_weights(canvas, level, rng, noise)
         kind = rng.random()
         equals = np.flatnonzero(canvas == self._equals)
-        if kind < mixture.uniform:
+        if kind < UNIFORM_SHARE:
             weights = _uniform(len(canvas), level, noise)
-        elif kind < mixture.uniform + mixture.by_block or not len(equals):
+        elif kind < UNIFORM_SHARE + BY_BLOCK_SHARE or not len(equals):
             weights = _block_by_block(len(canvas), text.num_content, level, rng, noise)
         else:
             weights = self._from_equals(canvas, int(rng.choice(equals)) + 1)

@@ -1,7 +1,7 @@
 """Small arithmetic problems with worked answers and an exact-match check.
 
 1. `sample(rng, split)` draws one problem; all randomness comes from `rng`, so the same state gives the same problem.
-   Prompts that number several problems (`NumberedPrompts`) are easier where we ask than where we teach.
+   How many prompts number several problems (`NumberedPrompts`) differs between teaching and asking.
 2. A problem's `key` holds its numbers and operations and nothing of its wording. The hash of the key alone says
    whether it is held out (one in HELD_OUT_MODULUS); training never shows a held-out key in any wording, nor as a
    part of a numbered prompt.
@@ -24,11 +24,13 @@ Split = Literal["train", "held_out", "any"]
 Step = tuple[int, str, int, int]
 Shares = tuple[tuple[str, float], ...]
 
-MAX_RESULT = 150
+MAX_RESULT = 100  # of everything but hours in minutes
 HELD_OUT_MODULUS = 50
+MAX_FACTOR = 10  # of the multiplication table
+MAX_HOURS = 5
 MAX_PARTS = 6
-# A worked operation takes about 14 tokens, a part about 8 more: 13 operations in 6 parts stay below 256 tokens.
-MAX_NUMBERED_OPERATIONS = 13
+# A worked operation takes about 14 tokens, a part about 8 more: 6 parts of 2 operations stay below 256 tokens.
+MAX_PART_OPERATIONS = 2
 
 HE = ("Tom", "Ben", "Sam", "Max", "Leo", "Dan", "Jack", "Omar", "Bob", "John")
 SHE = ("Anna", "Mia", "Lily", "Zoe", "Eva", "Ivy", "Nora", "Ruth", "Alice", "Mary")
@@ -100,15 +102,14 @@ PLAIN_WORDS = (
 
 @dataclass(frozen=True)
 class NumberedPrompts:
-    """Prompts with several problems: their share of all prompts, how many parts they have, and how long these are."""
+    """Prompts with several problems: their share of all prompts, and how many parts they have."""
 
     share: float
     part_counts: tuple[int, ...]  # each as likely
-    max_part_operations: int
 
 
-TAUGHT = NumberedPrompts(share=0.3, part_counts=(2, 2, 2, 3, 3, 3, 4, 4, 5, MAX_PARTS), max_part_operations=3)
-ASKED = NumberedPrompts(share=0.15, part_counts=(2, 2, 2, 2, 3, 3, 3, 4, 5, MAX_PARTS), max_part_operations=2)
+TAUGHT = NumberedPrompts(share=0.3, part_counts=(2, 2, 3, 3, 4, 4, 5, 5, MAX_PARTS))
+ASKED = NumberedPrompts(share=0.12, part_counts=(3, 4, 5, MAX_PARTS))
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,14 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest, "big") % HELD_OUT_MODULUS == 0
 
 
-def sample(rng: Random, split: Split, numbered: NumberedPrompts = ASKED) -> Problem:
-    """Draw a problem of `split` from the mixed distribution, with numbered prompts as `numbered` says."""
+def sample(rng: Random, split: Split, numbered: NumberedPrompts = ASKED, drill: float = 0.0) -> Problem:
+    """Draw a problem of `split` from the mixed distribution, with numbered prompts as `numbered` says.
+
+    A share `drill` of the problems, and of the parts of numbered ones, is of the kinds in DRILL.
+    """
     is_numbered = rng.random() < numbered.share
     while True:
-        problem = _numbered(rng, split, numbered) if is_numbered else _draw(rng, SINGLE, _NO_LIMIT)
+        problem = _numbered(rng, split, numbered, drill) if is_numbered else _draw(rng, SINGLE, drill, _NO_LIMIT)
         if split == "any" or is_held_out(problem.key) == (split == "held_out"):
             return problem
 
@@ -158,16 +162,13 @@ def equation(rng: Random) -> Step:
     """Draw one operation, spread over everything that worked answers compute."""
     kind = rng.random()
     if kind < 0.5:
-        return _chain(rng, 1, high=rng.choice((20, 60, 100, 140)))[1][0]
-    if kind < 0.8:
+        return _chain(rng, 1, high=rng.choice((20, 40, 60, 90)))[1][0]
+    if kind < 0.87:
         return _two_numbers(rng)
-    if kind < 0.9:
-        return _multiplication(rng, rng.randint(2, 12), rng.randint(2, 12))
-    if kind < 0.95:
-        minutes = 60 * rng.randint(1, 9)
-        return (minutes // 60, "*", 60, minutes) if rng.random() < 0.4 else _sum(minutes, rng.randint(1, 59))
-    total = rng.randint(60, 149)
-    return total, "-", 60, total - 60
+    if kind < 0.96:
+        return _multiplication(rng, rng.randint(2, MAX_FACTOR), rng.randint(2, MAX_FACTOR))
+    minutes = 60 * rng.randint(1, MAX_HOURS)
+    return (minutes // 60, "*", 60, minutes) if rng.random() < 0.3 else _sum(minutes, rng.randint(1, 59))
 
 
 def pick(rng: Random, shares: Shares) -> str:
@@ -192,7 +193,7 @@ def _multiplication(rng: Random, a: int, b: int) -> Step:
 
 
 def _two_numbers(rng: Random) -> Step:
-    """One operation as people ask for it: sums and differences of numbers up to 99, the table up to 12."""
+    """One operation as people ask for it: sums and differences of numbers up to 99, the table up to 10."""
     kind = rng.random()
     high = rng.choice((12, 30, 99))
     if kind < 0.45:
@@ -201,7 +202,7 @@ def _two_numbers(rng: Random) -> Step:
     if kind < 0.75:
         a = rng.randint(1, high)
         return a, "-", (b := rng.randint(0, a)), a - b
-    return _multiplication(rng, rng.randint(1, 12), rng.randint(2, 12))
+    return _multiplication(rng, rng.randint(1, MAX_FACTOR), rng.randint(2, MAX_FACTOR))
 
 
 def _next_step(rng: Random, value: int) -> Step | None:
@@ -299,8 +300,6 @@ def _word(rng: Random, limit: int) -> Problem:
         verb = pick(rng, ((has, 0.84), (gets, 0.16)))
         noun = pick(rng, ((item, 0.76), ("now", 0.24)))
         sentences.append(f"{opener} {pronoun} {verb} {_worked(step)} {noun}.")
-    if rng.random() < 0.1:  # a terse style shifts every position after it
-        sentences = [f"{_worked(step)}." for step in steps]
     return _problem("word", prompt, " ".join(sentences), str(steps[-1][3]), _key("chain", start, steps), len(steps))
 
 
@@ -320,7 +319,7 @@ def _function(rng: Random, limit: int) -> Problem:
 
 
 def _sum_of_list(rng: Random, limit: int) -> Problem:
-    numbers = [rng.randint(2, 20) for _ in range(rng.randint(3, min(limit + 1, 6)))]
+    numbers = [rng.randint(2, 16) for _ in range(rng.randint(3, min(limit + 1, 6)))]
     steps: list[Step] = []
     for number in numbers[1:]:
         steps.append(_sum(steps[-1][3] if steps else numbers[0], number))
@@ -342,20 +341,16 @@ def _add_to_each(rng: Random, limit: int) -> Problem:
     return _problem("list", f"Add {k} to each number: {listed}", answer, result, f"each:{k}:{listed}", len(numbers))
 
 
-def _order(rng: Random, limit: int) -> Problem:
-    numbers = [rng.randint(0, 60) for _ in range(rng.randint(3, min(limit + 1, 4)))]
+def _extreme(rng: Random, _limit: int) -> Problem:
+    numbers = [rng.randint(0, 60) for _ in range(rng.randint(3, 4))]
     listed = ", ".join(map(str, numbers))
-    kind = rng.choice(("Sort in ascending order", "largest", "smallest"))
-    if kind == "Sort in ascending order":
-        prompt, result = f"{kind}: {listed}", ",".join(map(str, sorted(numbers)))
-    else:
-        prompt = f"What is the {kind} of these numbers: {listed}?"
-        result = str(max(numbers) if kind == "largest" else min(numbers))
-    return _problem("list", prompt, "", result, f"{kind}:{listed}", 1)
+    kind, find = rng.choice((("largest", max), ("smallest", min)))
+    prompt = f"What is the {kind} of these numbers: {listed}?"
+    return _problem("list", prompt, "", str(find(numbers)), f"{kind}:{listed}", 1)
 
 
 def _minutes(rng: Random, _limit: int) -> Problem:
-    hours, minutes = rng.randint(1, 9), rng.randint(1, 59)
+    hours, minutes = rng.randint(1, MAX_HOURS), rng.randint(1, 59)
     steps = [(hours, "*", 60, hours * 60), _sum(hours * 60, minutes)]
     unit = "hour" if hours == 1 else "hours"
     prompt = f"How many minutes are {hours} {unit} and {minutes} minutes?"
@@ -365,24 +360,8 @@ def _minutes(rng: Random, _limit: int) -> Problem:
     return _problem("time", prompt, answer, str(hours * 60 + minutes), f"minutes:{hours}:{minutes}", 2)
 
 
-def _arrival(rng: Random, _limit: int) -> Problem:
-    hour, minute, taken = rng.randint(1, 9), rng.randint(0, 59), rng.randint(5, 90)
-    vehicle = rng.choice(("train", "bus"))
-    prompt = f"A {vehicle} leaves at {hour}:{minute:02d} and takes {taken} minutes. When does it arrive?"
-    total, late = minute + taken, 0
-    sentences = [f"{_worked(_sum(minute, taken))}."]
-    while total >= 60:
-        opener = pick(rng, (("So", 0.6), ("Then", 0.4)))
-        sentences.append(f"{opener} {_worked((total, '-', 60, total - 60))}.")
-        total, late = total - 60, late + 1
-    if late:
-        sentences.append(f"{_worked(_sum(hour, late))}.")
-    result = f"{hour + late}:{total:02d}"
-    return _problem("time", prompt, " ".join(sentences), result, f"arrival:{hour}:{minute}:{taken}", 1 + 2 * (late > 0))
-
-
 def _price(rng: Random, limit: int) -> Problem:
-    count, price = rng.randint(2, 12), rng.randint(2, 12)
+    count, price = rng.randint(2, MAX_FACTOR), rng.randint(2, MAX_FACTOR)
     item, other = rng.sample(ITEMS, 2)
     name, pronoun = rng.choice((*((n, "he") for n in HE), *((n, "she") for n in SHE)))
     unit = pick(rng, (("dollars", 0.83), ("in all", 0.17)))
@@ -437,33 +416,47 @@ def _problem(task: str, prompt: str, work: str, result: str, key: str, num_opera
 
 
 _Builder = Callable[[Random, int], Problem]
-SINGLE: tuple[tuple[_Builder, float], ...] = (
-    (_word, 0.38),
+_Shares = tuple[tuple[_Builder, float], ...]
+SINGLE: _Shares = (
+    (_word, 0.4),
     (_arithmetic, 0.2),
-    (_function, 0.13),
-    (_sum_of_list, 0.07),
-    (_add_to_each, 0.05),
-    (_order, 0.04),
+    (_function, 0.14),
+    (_sum_of_list, 0.08),
+    (_add_to_each, 0.06),
     (_price, 0.05),
+    (_extreme, 0.02),
     (_minutes, 0.02),
-    (_arrival, 0.03),
     (_talk, 0.03),
 )
-_PART_SHARES: tuple[tuple[_Builder, float], ...] = tuple(entry for entry in SINGLE if entry[0] is not _talk)
+# Mostly problems whose answers are words that the prompt does not settle: they are what takes steps.
+PARTS: _Shares = (
+    (_word, 0.6),
+    (_arithmetic, 0.1),
+    (_function, 0.1),
+    (_sum_of_list, 0.08),
+    (_add_to_each, 0.05),
+    (_price, 0.07),
+)
+DRILL: _Shares = (
+    (_arithmetic, 0.42),
+    (_add_to_each, 0.25),
+    (_sum_of_list, 0.2),
+    (_function, 0.06),
+    (_extreme, 0.04),
+    (_price, 0.03),
+)
 _NO_LIMIT = 9
 
 
-def _draw(rng: Random, builders: tuple[tuple[_Builder, float], ...], limit: int) -> Problem:
+def _draw(rng: Random, builders: _Shares, drill: float, limit: int) -> Problem:
+    if drill and rng.random() < drill:
+        builders = DRILL
     weights = [share for _, share in builders]
     return rng.choices(builders, weights)[0][0](rng, limit)
 
 
-def _numbered(rng: Random, split: Split, shape: NumberedPrompts) -> Problem:
-    num_parts = rng.choice(shape.part_counts)
-    while True:
-        parts = [_part(rng, split, shape.max_part_operations) for _ in range(num_parts)]
-        if sum(part.num_operations for part in parts) <= MAX_NUMBERED_OPERATIONS:
-            break
+def _numbered(rng: Random, split: Split, shape: NumberedPrompts, drill: float) -> Problem:
+    parts = [_part(rng, split, drill) for _ in range(rng.choice(shape.part_counts))]
     between = rng.choice(("\n", " "))
     return Problem(
         task="numbered",
@@ -475,9 +468,9 @@ def _numbered(rng: Random, split: Split, shape: NumberedPrompts) -> Problem:
     )
 
 
-def _part(rng: Random, split: Split, limit: int) -> Problem:
+def _part(rng: Random, split: Split, drill: float) -> Problem:
     """A part of a numbered prompt; in training never one that is held out as a prompt of its own."""
     while True:
-        part = _draw(rng, _PART_SHARES, limit)
+        part = _draw(rng, PARTS, drill, MAX_PART_OPERATIONS)
         if split != "train" or not is_held_out(part.key):
             return part

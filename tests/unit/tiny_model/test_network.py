@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
 from services.denoiser.loader import load_model
-from tools.tiny_model.config import Decay, Mixture, ModelConfig, TrainConfig, mixture_at
+from tools.tiny_model.config import LAST_MIXTURE, Mixture, ModelConfig, TrainConfig, mixture_at
 from tools.tiny_model.export import export_model
 from tools.tiny_model.network import TinyLLaDA, rotation_table
 from tools.tiny_model.train import make_model_config
@@ -69,26 +69,31 @@ def test_tokens_see_what_comes_after_them(network: TinyLLaDA) -> None:
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="n_heads 5"):
         ModelConfig(vocab_size=8, bos_token_id=0, eos_token_id=1, mask_token_id=2, n_heads=5)
-    with pytest.raises(ValueError, match="decays"):
-        TrainConfig(decays=(Decay(100, 50),))
 
 
-def test_the_learning_rate_warms_up_stays_and_decays() -> None:
+def test_the_learning_rate_warms_up_stays_and_falls_to_zero_in_each_cycle() -> None:
+    cycles = ((40, 0.4), (20, 0.2))
     config = TrainConfig(
-        num_steps=120, warmup_steps=10, decays=(Decay(60, 100), Decay(80, 120, factor=1.2)), learning_rate=1.0
+        first_cycle_steps=120, later_cycles=cycles, warmup_steps=10, decay_start=0.5, learning_rate=1.0
     )
-    rates = [config.rate_at(step) for step in range(120)]
+    rates = [config.rate_at(step) for step in range(config.num_steps)]
     assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert set(rates[10:61]) == {1.0}
-    assert rates[70] == pytest.approx(0.75)  # towards zero at step 100
-    assert rates[79] == pytest.approx(0.525)
-    assert rates[80] == pytest.approx(0.6)  # 1.2 times 0.5, and from there towards zero at step 120
-    assert rates[100] == pytest.approx(0.3)
-    assert rates[119] == pytest.approx(0.02)
+    assert rates[90] == pytest.approx(0.5)
+    assert rates[119] == pytest.approx(1 / 60)
+    assert rates[120] == pytest.approx(0.4)
+    assert rates[140] == pytest.approx(0.2)
+    assert rates[159] == pytest.approx(0.01)
+    assert rates[160] == pytest.approx(0.2)
+    assert rates[179] == pytest.approx(0.01)
 
 
-def test_mixtures_run_linearly_and_jump_where_two_share_a_step() -> None:
-    table = (Mixture(0, 0.5, 0.0, 0.2), Mixture(100, 0.1, 0.4, 0.2), Mixture(100, 0.2, 0.1, 0.0))
-    assert mixture_at(50, table) == Mixture(50, pytest.approx(0.3), pytest.approx(0.2), 0.2)
-    assert mixture_at(99, table).equations == pytest.approx(0.104)
-    assert mixture_at(100, table) == mixture_at(5_000, table) == table[-1]
+def test_mixtures_run_linearly_and_follow_the_cycle_whatever_its_length() -> None:
+    table = (Mixture(0.0, 0.5, 0.0, 0.2), Mixture(0.5, 0.1, 0.4, 0.2))
+    assert mixture_at(0.25, table) == Mixture(0.25, pytest.approx(0.3), pytest.approx(0.2), 0.2)
+    assert mixture_at(0.5, table) == mixture_at(0.99, table) == table[-1]
+    short, long = TrainConfig(first_cycle_steps=100), TrainConfig(first_cycle_steps=10_000)
+    assert short.mixture_at(60) == long.mixture_at(6_000)
+    assert long.mixture_at(9_000).numbered > 3 * long.mixture_at(3_000).numbered
+    assert short.mixture_at(99).drill == 0
+    assert short.mixture_at(100) == LAST_MIXTURE

@@ -49,7 +49,6 @@ def test_every_equation_follows_from_what_is_known(seed: int) -> None:
     """Operands are numbers of the prompt or earlier results: nothing comes from nowhere."""
     problem = sample(Random(seed), "any", replace(ASKED, share=0.0))
     known = {int(number) for number in re.findall(r"\d+", problem.prompt)} | {60}
-    known |= {1} if problem.task == "time" else set()  # the hour that is carried over
     for a, _, b, result in EQUATION.findall(problem.answer):
         assert {int(a), int(b)} <= known
         known.add(int(result))
@@ -143,15 +142,24 @@ def test_numbered_prompts_have_two_to_six_parts_with_a_result_each() -> None:
     for problem in numbered:
         count = len(problem.expected)
         assert [int(n) for n in re.findall(r"^(\d)\) ", problem.answer, re.MULTILINE)] == list(range(1, count + 1))
-        assert problem.num_operations <= tasks.MAX_NUMBERED_OPERATIONS
+        assert problem.num_operations <= tasks.MAX_PART_OPERATIONS * count
 
 
-def test_parts_are_shorter_where_we_ask_than_where_we_teach() -> None:
-    def mean_operations(numbered: NumberedPrompts) -> float:
+def test_we_ask_for_more_parts_than_we_teach() -> None:
+    def mean_parts(numbered: NumberedPrompts) -> float:
         drawn = [sample(Random(seed), "any", replace(numbered, share=1.0)) for seed in range(300)]
-        return sum(problem.num_operations / len(problem.expected) for problem in drawn) / len(drawn)
+        return sum(len(problem.expected) for problem in drawn) / len(drawn)
 
-    assert mean_operations(ASKED) < mean_operations(TAUGHT) < 3
+    assert mean_parts(TAUGHT) < 4 < mean_parts(ASKED)
+
+
+def test_a_drill_is_of_the_kinds_that_are_learned_last() -> None:
+    def share(drill: float) -> float:
+        drawn = [sample(Random(seed), "train", replace(TAUGHT, share=0.0), drill) for seed in range(600)]
+        return sum(problem.task in {"arithmetic", "list"} for problem in drawn) / len(drawn)
+
+    assert share(0.0) == pytest.approx(0.36, abs=0.06)
+    assert share(1.0) == pytest.approx(0.91, abs=0.05)
 
 
 def test_equations_for_training_are_true() -> None:

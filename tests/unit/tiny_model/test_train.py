@@ -3,12 +3,17 @@ from pathlib import Path
 
 import torch
 
-from tools.tiny_model.config import Decay, TrainConfig
+from tools.tiny_model.config import TrainConfig
 from tools.tiny_model.plot import plot_loss
 from tools.tiny_model.train import LOG_FIELDS, TrainJob, train
 
 CONFIG = TrainConfig(
-    num_steps=20, warmup_steps=2, decays=(Decay(10, 20),), tokens_per_step=256, pool_size=32, checkpoint_every_steps=5
+    first_cycle_steps=12,
+    later_cycles=((8, 0.5),),
+    warmup_steps=2,
+    tokens_per_step=256,
+    pool_size=32,
+    checkpoint_every_steps=5,
 )
 
 
