@@ -23,7 +23,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA VERBOSE=1; of make test, bench, bench-engine: ARGS"
 
-up: $(VENV)/.installed-up ## start the whole stack here: nats-server, scheduler, gateway, agent, two workers
+up: $(VENV)/.installed-up ## start the whole stack here: nats-server, the services, an agent with two workers
 	@$(PY) -m tools.up $(UP_ARGS)
 
 down: $(VENV)/.installed-up ## stop the stack that `make up` has started

@@ -117,7 +117,7 @@ def load_profile(folder: str | Path) -> Profile:
     path = Path(folder) / "profile.toml"
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"no profile at {path}: name a folder that holds profile.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None

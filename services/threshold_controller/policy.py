@@ -645,7 +645,7 @@ class ThresholdController:
                 return index
         return 0
 
-    # --- rule 9: telling --------------------------------------------------------------------------------------------
+    # --- rule 10: telling --------------------------------------------------------------------------------------------
 
     def _tell(self, instance: _Instance, *, again: bool = False) -> None:
         held = [open_ for _, open_ in sorted(instance.residents.items()) if not open_.ended]

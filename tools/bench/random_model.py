@@ -20,9 +20,9 @@ from services.denoiser.weights import Part
 class Gains(msgspec.Struct, frozen=True, kw_only=True):
     """How large weights are. A matrix's standard deviation is its gain / sqrt(columns): at 1 it keeps the scale."""
 
-    sharpness: float = 3.0  # of query and key: masks look all alike, only what they attend to tells one from another
-    head: float = 10.0  # is the standard deviation of the logits, and so decides how sure the model is
-    rest: float = 1.0
+    sharpness: float = 1.5  # of query and key: masks look all alike, only what they attend to tells one from another
+    head: float = 16.0  # is the standard deviation of the logits, and so decides how sure the model is
+    rest: float = 0.8
 
     def std(self, spec: DecoderSpec, part: Part) -> float:
         """Standard deviation of a tensor's entries; the embedding's is 1."""

@@ -23,7 +23,7 @@ EXAMPLES = (
     "What is the largest of these numbers: 31, 4, 17?",
     "How many minutes are 2 hours and 35 minutes?",
     "Ben buys 3 pens for 4 dollars each and 2 cups for 5 dollars each. How much does he pay?",
-    "1) What is 12 + 7? 2) Tom has 30 pens. He loses 4. How many pens does he have? 3) Sum of the numbers: 4, 9, 6",
+    "1) What is 12 + 7? 2) Tom has 15 pens. He loses 4. How many pens does he have? 3) Sum of the numbers: 4, 9, 6",
     "1) Eva has 8 pens. She buys 5 more. How many pens does she have? 2) Ben has 20 eggs. He sells 6. He then has 3 "
     "times as many. How many eggs does he have now? 3) Add 4 to each number: 15, 23 4) Mia has 18 cups. She keeps one "
     "part of 3. How many cups does she have in the end?",

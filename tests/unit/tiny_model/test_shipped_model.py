@@ -42,7 +42,7 @@ def test_it_answers_what_a_newcomer_types(dtype: str) -> None:
         "12+7=?": ("19",),
         "Add 12 and 7": ("19",),
         "Tom has 12 apples. He buys 7 more. How many apples does he have now?": ("19",),
-        "1) What is 12 + 7? 2) Tom has 30 pens. He loses 4. How many pens does he have?": ("19", "26"),
+        "1) What is 12 + 7? 2) Tom has 15 pens. He loses 4. How many pens does he have?": ("19", "11"),
         "Hello": (),
     }
     problems = [Problem("asked", prompt, HONEST_ANSWER, results, prompt, 1) for prompt, results in asked.items()]
