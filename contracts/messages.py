@@ -266,10 +266,16 @@ class InstanceLost(Message, frozen=True, kw_only=True):
 
 
 class InstanceState(Message, frozen=True, kw_only=True):
+    """An instance of a node, inside a NodeStatus."""
+
     instance_id: Id
     state: Literal["starting", "running", "backing_off", "stopping"]
     restarts: Count = 0
-    detail: str = ""
+    detail: str = ""  # why it was lost, what it waits for, why it cannot run
+    slot_id: str = ""  # which of the plan's instances it is
+    tp_degree: Count = 0  # 0: as its profile says
+    devices: list[Count] = []
+    profile: str = ""
 
 
 class NodeStatus(Message, frozen=True, kw_only=True):
@@ -278,6 +284,10 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     node_id: Id
     sent_at: WallClock
     instances: list[InstanceState]
+    devices: list[Count] = []  # that instances may be placed on
+    device_kind: Literal["", "cpu", "cuda"] = ""
+    planned: bool = False  # it converges on the plan in the CLUSTER bucket; else it runs what it was configured to
+    plan_revision: Count = 0  # the plan's that it converges on; 0: it has seen none with this node in it
 
 
 class GatewayStatus(Message, frozen=True, kw_only=True):
@@ -338,6 +348,71 @@ class LoadState(Message, frozen=True, kw_only=True):
 
 
 class SchedulerLease(Message, frozen=True, kw_only=True):
-    """Who acts as the scheduler. Key `scheduler`; the revision that created it is the epoch."""
+    """Who acts. Key `scheduler`, and `reconfigurator` for that one's; the revision that created it is the epoch."""
 
     holder: str
+
+
+class WorkloadClass(Message, frozen=True, kw_only=True):
+    """Requests of about the same size and of one priority. Sizes are means."""
+
+    priority: int
+    prompt_tokens: Positive
+    output_tokens: Positive
+    rate_rps: Ratio  # arrivals a second
+    requests: Count  # in the window, unweighted
+    slo_s: Seconds | None = None  # mean, of those that have one
+
+
+class WorkloadSnapshot(Message, frozen=True, kw_only=True):
+    """What has been asked for lately. Key `workload`."""
+
+    sent_at: WallClock
+    model: str
+    window_s: Seconds
+    covered_s: Seconds  # of the window: how far back what is known goes
+    classes: list[WorkloadClass]  # most frequent first
+
+
+class PlannedInstance(Message, frozen=True, kw_only=True):
+    """An instance as the plan wants it. Each process that runs it has an id of its own, which begins with this one."""
+
+    slot_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,73}\Z")]  # leaves room for the suffix of an Id
+    tp_degree: Count = 0  # 0: as its profile says
+    devices: list[Count] = []  # one for each rank, its own alone; none: it shares the node's
+    profile: str = ""  # folder; "": the agent's
+
+
+class NodePlan(Message, frozen=True, kw_only=True):
+    """What one node shall run."""
+
+    node_id: Id
+    instances: list[PlannedInstance]
+
+
+class Rollout(Message, frozen=True, kw_only=True):
+    """How far a change of layout has come, inside a ClusterPlan."""
+
+    target: list[NodePlan]
+    reason: str
+    began_at: WallClock
+    launching: str = ""  # slot id of the launch under way; "": none is
+    launch_began_at: WallClock = 0.0
+    stopped: list[PlannedInstance] = []  # for that launch, on its node: wanted again if it fails
+
+
+class ClusterPlan(Message, frozen=True, kw_only=True):
+    """What the nodes shall run now; each agent converges on its part. Key `plan`, changed by compare-and-set alone.
+
+    A node that is not listed runs what it is configured to. A rollout in progress is a part of the plan, so that both
+    change in one write.
+    """
+
+    revision: Positive  # one more with each write
+    written_at: WallClock
+    nodes: list[NodePlan]
+    reason: str = ""  # of this write
+    next_slot: Count = 0  # number that the next new slot id gets: none is ever used twice
+    rollout: Rollout | None = None  # None: the layout is as it shall be
+    failures: Count = 0  # rollouts in a row that were given up
+    failed_at: WallClock = 0.0

@@ -12,12 +12,16 @@ from contracts import messages as m
 
 REQUESTS = "REQUESTS"  # stream of open requests, one message a request
 PROGRESS = "PROGRESS"  # stream of the records of requests, one message a request
-CLUSTER = "CLUSTER"  # KV bucket: scheduler lease, later the plan
+CLUSTER = "CLUSTER"  # KV bucket: leases, the plan, the last workload snapshot
+CLUSTER_STREAM = f"KV_{CLUSTER}"  # that holds the bucket
 
 STATUS_ASK = "status.ask"
 LOAD_STATE = "load.state"
 DRAIN = "sched.drain"
 LEASE_KEY = "scheduler"
+RECONFIGURATOR_LEASE_KEY = "reconfigurator"
+PLAN = f"$KV.{CLUSTER}.plan"
+WORKLOAD = f"$KV.{CLUSTER}.workload"
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
@@ -26,6 +30,11 @@ def _token(value: str) -> str:
     if not _TOKEN.fullmatch(value):
         raise ValueError(f"{value!r} cannot be part of a subject: use 1 to 80 of A-Z a-z 0-9 _ -")
     return value
+
+
+def cluster_key(key: str) -> str:
+    """Where the bucket CLUSTER keeps it."""
+    return f"$KV.{CLUSTER}.{_token(key)}"
 
 
 def request(request_id: str) -> str:
@@ -85,7 +94,16 @@ def gateway_status(gateway_id: str) -> str:
     return f"status.gateway.{_token(gateway_id)}"
 
 
-Service: TypeAlias = Literal["gateway", "scheduler", "worker", "agent", "step-predictor", "threshold-controller"]
+Service: TypeAlias = Literal[
+    "gateway",
+    "scheduler",
+    "worker",
+    "agent",
+    "step-predictor",
+    "threshold-controller",
+    "workload-monitor",
+    "reconfigurator",
+]
 
 
 class Channel(NamedTuple):
@@ -99,7 +117,13 @@ class Channel(NamedTuple):
 
 
 CHANNELS: tuple[Channel, ...] = (
-    Channel("req.*", m.GenerateRequest, "stream", ("gateway",), ("scheduler", "threshold-controller")),
+    Channel(
+        "req.*",
+        m.GenerateRequest,
+        "stream",
+        ("gateway",),
+        ("scheduler", "threshold-controller", "workload-monitor"),
+    ),
     Channel(
         "prog.*.*",
         m.ProgressRecord,
@@ -123,15 +147,17 @@ CHANNELS: tuple[Channel, ...] = (
         ("scheduler", "gateway", "agent", "threshold-controller"),
     ),
     Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler", "threshold-controller")),
-    Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ()),
+    Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ("reconfigurator",)),
     Channel("status.gateway.*", m.GatewayStatus, "publish", ("gateway",), ("scheduler",)),
     Channel(
         "status.ask",
         m.StatusAsk,
         "publish",
-        ("scheduler", "gateway", "threshold-controller"),
+        ("scheduler", "gateway", "threshold-controller", "reconfigurator"),
         ("worker", "agent", "gateway", "step-predictor"),
     ),
+    Channel(WORKLOAD, m.WorkloadSnapshot, "stream", ("workload-monitor",), ("reconfigurator",)),
+    Channel(PLAN, m.ClusterPlan, "stream", ("reconfigurator",), ("agent", "reconfigurator")),
 )
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's lease: of several schedulers, one acts.
+"""A lease: of several schedulers, or several reconfigurators, one acts.
 
 1. The lease is one message that vanishes `LEASE_TTL_S` after its last renewal. Creating it succeeds for one only.
 2. The sequence that created it is the holder's epoch: every later holder has a higher one.
@@ -15,8 +15,6 @@ from services.bus import Bus, BusTimeout, SequenceConflict
 LEASE_TTL_S = 1
 RENEW_EVERY_S = 0.3
 
-_SUBJECT = f"$KV.{subjects.CLUSTER}.{subjects.LEASE_KEY}"
-
 
 class LeaseLost(Exception):
     """Somebody else may hold the lease by now."""
@@ -25,18 +23,18 @@ class LeaseLost(Exception):
 class Lease:
     """`acquire` it, then run `keep` beside the work; when `keep` raises, stop acting at once."""
 
-    def __init__(self, bus: Bus, holder: str) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, holder: str, key: str = subjects.LEASE_KEY) -> None:
+        self._bus, self._subject = bus, subjects.cluster_key(key)
         self._value = SchedulerLease(holder=holder)
         self._seq = 0
         self.epoch = 0
 
     async def acquire(self) -> int:
-        """Waits, without limit: standing by is a scheduler's normal state. Returns the epoch."""
+        """Waits, without limit: standing by is a normal state. Returns the epoch."""
         while True:
             try:
                 self._seq = await self._bus.append(
-                    _SUBJECT, self._value, after_seq=0, ttl_s=LEASE_TTL_S, limit_s=LEASE_TTL_S
+                    self._subject, self._value, after_seq=0, ttl_s=LEASE_TTL_S, limit_s=LEASE_TTL_S
                 )
             except (SequenceConflict, BusTimeout):
                 await asyncio.sleep(RENEW_EVERY_S)
@@ -56,7 +54,7 @@ class Lease:
                 raise LeaseLost("not renewed in time")
             try:
                 self._seq = await self._bus.append(
-                    _SUBJECT, self._value, after_seq=self._seq, ttl_s=LEASE_TTL_S, limit_s=left_s
+                    self._subject, self._value, after_seq=self._seq, ttl_s=LEASE_TTL_S, limit_s=left_s
                 )
                 renewed_at = tried_at = started_at
             except SequenceConflict:
@@ -68,16 +66,16 @@ class Lease:
     async def _stored_seq(self) -> int:
         """The sequence of the lease, if it is ours. Raises LeaseLost otherwise."""
         try:
-            found = await self._bus.last(f"KV_{subjects.CLUSTER}", _SUBJECT, SchedulerLease)
+            found = await self._bus.last(subjects.CLUSTER_STREAM, self._subject, SchedulerLease)
         except BusTimeout:
             found = None
         if found is None or found.message != self._value:
-            raise LeaseLost("it expired, or another scheduler holds it")
+            raise LeaseLost("it expired, or another one holds it")
         return found.seq
 
     async def give_up(self) -> None:
-        """Lets a scheduler that stands by take over without waiting for the time to live."""
+        """Lets one that stands by take over without waiting for the time to live."""
         try:
-            await self._bus.purge(f"KV_{subjects.CLUSTER}", _SUBJECT)
+            await self._bus.purge(subjects.CLUSTER_STREAM, self._subject)
         except BusTimeout:
             return

@@ -77,7 +77,27 @@ REQUEST_FORECAST = m.RequestForecast(
     blocks_left=(1.5, 1.75),
 )
 CAP = m.PriorityCap(priority=-1, threshold=0.7)
-INSTANCE_STATE = m.InstanceState(instance_id="node-0-aa", state="backing_off", restarts=3, detail="exit code 1")
+INSTANCE_STATE = m.InstanceState(
+    instance_id="node-0-aa",
+    state="backing_off",
+    restarts=3,
+    detail="exit code 1",
+    slot_id="node-0",
+    tp_degree=2,
+    devices=[2, 3],
+    profile="profiles/tiny-cpu",
+)
+WORKLOAD_CLASS = m.WorkloadClass(priority=1, prompt_tokens=300, output_tokens=64, rate_rps=2.5, requests=700, slo_s=1.5)
+PLANNED = m.PlannedInstance(slot_id="node-0", tp_degree=2, devices=[2, 3], profile="profiles/tiny-cpu")
+NODE_PLAN = m.NodePlan(node_id="node", instances=[PLANNED])
+ROLLOUT = m.Rollout(
+    target=[NODE_PLAN],
+    reason="mean threshold 0.85 instead of 0.7",
+    began_at=1750000000.5,
+    launching="node-0",
+    launch_began_at=1750000000.75,
+    stopped=[PLANNED],
+)
 
 EXAMPLES: tuple[msgspec.Struct, ...] = (
     REQUEST,
@@ -122,10 +142,35 @@ EXAMPLES: tuple[msgspec.Struct, ...] = (
     ),
     m.InstanceLost(instance_id="node-0-aa", detail="signal 9"),
     INSTANCE_STATE,
-    m.NodeStatus(node_id="node", sent_at=1750000001.0, instances=[INSTANCE_STATE]),
+    m.NodeStatus(
+        node_id="node",
+        sent_at=1750000001.0,
+        instances=[INSTANCE_STATE],
+        devices=[0, 1, 2, 3],
+        device_kind="cuda",
+        planned=True,
+        plan_revision=12,
+    ),
     m.GatewayStatus(gateway_id="gw-00112233", sent_at=1750000001.0),
     m.StatusAsk(),
     m.SchedulerLease(holder="scheduler-1"),
+    WORKLOAD_CLASS,
+    m.WorkloadSnapshot(
+        sent_at=1750000001.0, model="tedi-tiny", window_s=300.0, covered_s=120.0, classes=[WORKLOAD_CLASS]
+    ),
+    PLANNED,
+    NODE_PLAN,
+    ROLLOUT,
+    m.ClusterPlan(
+        revision=12,
+        written_at=1750000001.0,
+        nodes=[NODE_PLAN],
+        reason="launches node-0",
+        next_slot=5,
+        rollout=ROLLOUT,
+        failures=1,
+        failed_at=1750000000.25,
+    ),
 )
 
 
