@@ -90,7 +90,7 @@ def load_sides(folder: Path, workload: Workload, dtype: str) -> Sides:
 def measure_cell(sides: Sides, workload: Workload, cell: Cell, *, repeats: int, limit_s: float) -> CellResult:
     """Repeats, each with a prompt of its own, until there are enough or `limit_s` has passed: at least one."""
     torch.set_num_threads(cell.threads)
-    _warm_up(sides, workload, cell.cache)
+    unseen_step_s = _warm_up(sides, workload, cell.cache)
     prompts = workload.prompts()
     plain_step_s: dict[int, list[float]] = defaultdict(list)  # by rows
     alone: list[Ours] = []
@@ -107,6 +107,8 @@ def measure_cell(sides: Sides, workload: Workload, cell: Cell, *, repeats: int, 
         checks.append(_Check(number, decoded.output_ids, alone[-1].outputs[0], batched[-1].outputs[number]))
         if time.perf_counter() - started > limit_s:
             break
+    for rows, seconds in unseen_step_s.items():
+        plain_step_s.setdefault(rows, [seconds])
     return CellResult(
         compare(cell, 1, alone, plain_step_s, [check.agreement(check.alone) for check in checks]),
         compare(cell, len(prompts), batched, plain_step_s, [check.agreement(check.batched) for check in checks]),
@@ -185,23 +187,27 @@ def compare(
     )
 
 
-def _warm_up(sides: Sides, workload: Workload, cache: CacheMode) -> None:
-    """A recompute step and a cache step of each side."""
+def _warm_up(sides: Sides, workload: Workload, cache: CacheMode) -> dict[int, float]:
+    """Two steps of each measured block on the reference, a recompute and a cache step on ours.
+
+    Returns the reference's time of a step by rows: for the passes that none of the measured runs happens to make.
+    """
     prompt = workload.prompts()[0]
-    reference.decode(
+    decoded = reference.decode(
         sides.plain,
         prompt,
         max_tokens=workload.output_tokens,
         block_size=workload.block_size,
         cache=cache,
         choice=FixedSchedule(2 * workload.num_blocks),
-        num_blocks=1,
+        num_blocks=blocks_measured(workload, cache),
     )
     job = workload.job("warm up", prompt, cache)
     sides.engine.admit(job)
     for _ in range(2):
         sides.engine.step()
     sides.engine.remove(job.request_id)
+    return {step.num_rows: step.seconds for step in reversed(decoded.steps)}
 
 
 # --- the same tokens ----------------------------------------------------------------------------------------------
