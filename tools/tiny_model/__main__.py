@@ -26,6 +26,7 @@ def _add_train(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--work", type=Path, default=Path("var/tiny_model"), help="folder for checkpoint and log")
     parser.add_argument("--steps", type=int, help="another number of steps than the recipe's, in all")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--last-cycle-from", type=Path, help="run the last cycle alone, from this model's weights")
     parser.add_argument("--no-compile", action="store_true", help="without a C++ compiler: half as fast")
     parser.set_defaults(run=_train)
 
@@ -36,10 +37,13 @@ def _train(arguments: argparse.Namespace) -> None:
 
     config = TrainConfig(seed=arguments.seed)
     if arguments.steps:
-        later = tuple((steps * arguments.steps // config.num_steps, share) for steps, share in config.later_cycles)
-        first = arguments.steps - sum(steps for steps, _ in later)
+        scale = arguments.steps / config.num_steps
+        later = tuple(replace(cycle, steps=int(cycle.steps * scale)) for cycle in config.later_cycles)
+        first = arguments.steps - sum(cycle.steps for cycle in later)
         config = replace(config, first_cycle_steps=first, later_cycles=later)
-    train(TrainJob(arguments.out, arguments.work, config, compile=not arguments.no_compile))
+    compile_loss = not arguments.no_compile
+    start = arguments.last_cycle_from
+    train(TrainJob(arguments.out, arguments.work, config, compile=compile_loss, start_folder=start))
 
 
 def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -51,7 +55,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
     parser.add_argument("--show-wrong", type=int, default=0, help="print so many wrong answers of each setting")
@@ -59,6 +63,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    from services.denoiser.loader import choose_dtype
     from tools.tiny_model.evaluate import EvaluationJob, Setting, evaluate, markdown, problems_of, report
 
     thresholds = [float(text) for text in arguments.thresholds.split(",")]
@@ -69,7 +74,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
         block_size=arguments.block_size,
-        dtype=arguments.dtype,
+        dtype=choose_dtype(arguments.dtype, "cpu"),
         num_processes=arguments.processes,
     )
     outcomes = evaluate(job)

@@ -72,6 +72,19 @@ def mixture_at(progress: float, mixtures: tuple[Mixture, ...] = MIXTURES) -> Mix
 
 
 @dataclass(frozen=True)
+class LaterCycle:
+    """A further fall of the learning rate: from its share of the full rate to zero.
+
+    A cycle that restarts begins from the weights as they are exported, with a new optimizer and a warm-up, so it can
+    be run alone from a finished model.
+    """
+
+    steps: int
+    rate_share: float
+    restarts: bool = False
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The schedule. It counts steps, never time, so that a run can be repeated and resumed exactly.
 
@@ -84,7 +97,7 @@ class TrainConfig:
     seed: int = 1
     num_ranks: int = 2
     first_cycle_steps: int = 11_000
-    later_cycles: tuple[tuple[int, float], ...] = ((2_600, 0.5),)  # steps, share of the rate
+    later_cycles: tuple[LaterCycle, ...] = (LaterCycle(2_600, 0.5), LaterCycle(1_400, 0.3, restarts=True))
     warmup_steps: int = 100
     decay_start: float = 0.35
     learning_rate: float = 3e-3
@@ -97,7 +110,21 @@ class TrainConfig:
     @property
     def num_steps(self) -> int:
         """Of all cycles."""
-        return self.first_cycle_steps + sum(steps for steps, _ in self.later_cycles)
+        return self.first_cycle_steps + sum(cycle.steps for cycle in self.later_cycles)
+
+    @property
+    def last_cycle_start(self) -> int:
+        """The step at which the last cycle begins; 0 if there is but the first."""
+        return self.num_steps - self.later_cycles[-1].steps if self.later_cycles else 0
+
+    def restarts_at(self, step: int) -> bool:
+        """Whether a cycle with a new optimizer begins at this step."""
+        start = self.first_cycle_steps
+        for cycle in self.later_cycles:
+            if start == step:
+                return cycle.restarts
+            start += cycle.steps
+        return False
 
     def mixture_at(self, step: int) -> Mixture:
         """What the texts of a step are made of."""
@@ -109,9 +136,11 @@ class TrainConfig:
             warm = min(1.0, (step + 1) / self.warmup_steps)
             cold = min(1.0, (1 - step / self.first_cycle_steps) / (1 - self.decay_start))
             return self.learning_rate * warm * cold
-        end = self.first_cycle_steps
-        for steps, share in self.later_cycles:
-            end += steps
-            if step < end:
-                return self.learning_rate * share * (end - step) / steps
+        start = self.first_cycle_steps
+        for cycle in self.later_cycles:
+            done = step - start
+            if done < cycle.steps:
+                warm = min(1.0, (done + 1) / self.warmup_steps) if cycle.restarts else 1.0
+                return self.learning_rate * cycle.rate_share * warm * (cycle.steps - done) / cycle.steps
+            start += cycle.steps
         raise ValueError(f"step {step} lies behind the last of {self.num_steps}")

@@ -52,7 +52,7 @@ class EvaluationJob:
     seed: int = 0
     max_tokens: int = 256
     block_size: int = 32
-    dtype: str = "bfloat16"  # as the profile serves it
+    dtype: str = "float32"
     num_processes: int = 1
 
     def __post_init__(self) -> None:

@@ -4,22 +4,33 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from tools.tiny_model.config import ModelConfig
 from tools.tiny_model.tokenizer import save_tokenizer
 
+EXPORT_DTYPE = torch.bfloat16
+_PREFIX = "model.transformer."
+
 
 def export_model(folder: Path, config: ModelConfig, state: dict[str, Tensor], tokenizer: Tokenizer) -> None:
     """Write config.json, generation_config.json, model.safetensors (bfloat16) and the tokenizer's two files."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"model.transformer.{name}": value.to(torch.bfloat16).contiguous() for name, value in state.items()}
+    tensors = {f"{_PREFIX}{name}": value.to(EXPORT_DTYPE).contiguous() for name, value in state.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", llada_config(config))
     _write_json(folder / "generation_config.json", generation_config(config))
     save_tokenizer(tokenizer, folder, config.max_sequence_length)
+
+
+def load_exported(folder: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """The state of a model that `export_model` wrote, in float32; ValueError if its shape is another."""
+    if json.loads((folder / "config.json").read_text()) != llada_config(config):
+        raise ValueError(f"model folder {folder}: its config.json is not that of this recipe")
+    tensors = load_file(folder / "model.safetensors")
+    return {name.removeprefix(_PREFIX): tensor.float() for name, tensor in tensors.items()}
 
 
 def llada_config(config: ModelConfig) -> dict[str, object]:

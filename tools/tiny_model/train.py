@@ -1,6 +1,7 @@
 """Train the built-in model: a few processes of one thread each, kept in step by averaging gradients.
 
-1. Float32 master weights, a bfloat16 copy that computes. Muon for the matrices of the blocks, AdamW for the rest.
+1. Float32 master weights, a copy that computes: in bfloat16 where the processor multiplies it. Muon for the matrices
+   of the blocks, AdamW for the rest.
 2. Batch, learning rate and mixture of a step depend on its number alone, so a run that resumes from a checkpoint
    goes on exactly as if it had not stopped. Every checkpoint holds the full state.
 3. Muon's orthogonalisation is a sixth of a step, so each rank updates the blocks it owns and sends them to the
@@ -23,9 +24,11 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
+from services.denoiser.loader import DTYPES, choose_dtype
 from tools.tiny_model.batches import SYSTEM_PROMPTS, Batch, BatchMaker
 from tools.tiny_model.config import ModelConfig, TrainConfig
-from tools.tiny_model.export import export_model
+from tools.tiny_model.export import EXPORT_DTYPE, export_model, load_exported
+from tools.tiny_model.muon import Muon
 from tools.tiny_model.network import TinyLLaDA, rotation_table
 from tools.tiny_model.tokenizer import BOS, EOS, MASK, build_tokenizer, token_id_of
 
@@ -47,6 +50,9 @@ class TrainJob:
     compile: bool = True
     vocabulary_problems: int = 20_000  # problems whose words the tokenizer is made of
     stop_at_step: int | None = None  # leave a checkpoint here and export nothing
+    start_folder: Path | None = (
+        None  # a finished model from which to run the last cycle, which must be one that restarts
+    )
 
 
 def train(job: TrainJob) -> None:
@@ -83,8 +89,9 @@ class _Trainer:
         self._model_config = make_model_config(self._tokenizer, **job.model)
         self._batches = BatchMaker(self._tokenizer, self._config)
         torch.manual_seed(self._config.seed)
+        self._dtype = DTYPES[choose_dtype("auto", "cpu")]
         self._model = TinyLLaDA(self._model_config)
-        self._compute = TinyLLaDA(self._model_config).bfloat16()
+        self._compute = TinyLLaDA(self._model_config).to(self._dtype)
         self._masters = dict(self._model.named_parameters())
         self._copies = dict(self._compute.named_parameters())
         self._rotation = rotation_table(self._model_config, self._model_config.max_sequence_length)
@@ -101,6 +108,8 @@ class _Trainer:
     def run(self) -> None:
         if self._checkpoint.exists():
             self._resume()
+        elif self._job.start_folder is not None:
+            self._start_from(self._job.start_folder)
         last_step = self._job.stop_at_step or self._config.num_steps
         while self._step < last_step:
             self._train_step()
@@ -114,7 +123,7 @@ class _Trainer:
         others = [p for name, p in self._masters.items() if p.dim() != 2 or not name.startswith("blocks")]
         decay = self._config.muon_weight_decay
         return [
-            torch.optim.Muon(self._matrices(self._rank), lr=0.0, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+            Muon(self._matrices(self._rank), dtype=self._dtype, weight_decay=decay),
             torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0),
         ]
 
@@ -125,6 +134,8 @@ class _Trainer:
 
     def _train_step(self) -> None:
         wall_start, cpu_start = time.perf_counter(), time.process_time()
+        if self._config.restarts_at(self._step):
+            self._restart()
         batch = self._batches.batch(self._rank, self._step)
         self._copy_weights()
         self._statistics[:5] += self._backward(batch)
@@ -140,6 +151,13 @@ class _Trainer:
         self._wall_s += time.perf_counter() - wall_start
         if self._step % LOG_EVERY_STEPS == 0:
             self._log(rate, float(gradient_norm))
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """Go on from the weights as they are exported, and from nothing else."""
+        for master in self._masters.values():
+            master.copy_(master.to(EXPORT_DTYPE))
+        self._optimizers = self._make_optimizers()
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
@@ -248,6 +266,13 @@ class _Trainer:
         for optimizer, saved in zip(self._optimizers, state["optimizers"][self._rank], strict=True):
             optimizer.load_state_dict(saved)
         dist.barrier()  # rank 0 must not write the next checkpoint while another rank still reads this one
+
+    def _start_from(self, folder: Path) -> None:
+        """Take the weights of a finished model and stand at the start of the last cycle."""
+        self._step = self._config.last_cycle_start
+        if not self._config.restarts_at(self._step):
+            raise ValueError("only a last cycle that restarts can begin from a finished model")
+        self._model.load_state_dict(load_exported(folder, self._model_config))
 
 
 def _loss(

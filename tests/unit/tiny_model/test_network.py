@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
 from services.denoiser.loader import load_model
-from tools.tiny_model.config import LAST_MIXTURE, Mixture, ModelConfig, TrainConfig, mixture_at
+from tools.tiny_model.config import LAST_MIXTURE, LaterCycle, Mixture, ModelConfig, TrainConfig, mixture_at
 from tools.tiny_model.export import export_model
 from tools.tiny_model.network import TinyLLaDA, rotation_table
 from tools.tiny_model.train import make_model_config
@@ -72,7 +72,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 
 
 def test_the_learning_rate_warms_up_stays_and_falls_to_zero_in_each_cycle() -> None:
-    cycles = ((40, 0.4), (20, 0.2))
+    cycles = (LaterCycle(40, 0.4), LaterCycle(20, 0.2), LaterCycle(20, 0.2, restarts=True))
     config = TrainConfig(
         first_cycle_steps=120, later_cycles=cycles, warmup_steps=10, decay_start=0.5, learning_rate=1.0
     )
@@ -86,6 +86,9 @@ def test_the_learning_rate_warms_up_stays_and_falls_to_zero_in_each_cycle() -> N
     assert rates[159] == pytest.approx(0.01)
     assert rates[160] == pytest.approx(0.2)
     assert rates[179] == pytest.approx(0.01)
+    assert rates[180] == pytest.approx(0.02)  # a new optimizer warms up
+    assert rates[189] == pytest.approx(0.2 * 11 / 20)
+    assert [step for step in range(config.num_steps) if config.restarts_at(step)] == [180]
 
 
 def test_mixtures_run_linearly_and_follow_the_cycle_whatever_its_length() -> None:

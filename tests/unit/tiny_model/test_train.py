@@ -1,15 +1,17 @@
 import csv
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
-from tools.tiny_model.config import TrainConfig
+from tools.tiny_model.config import LaterCycle, TrainConfig
 from tools.tiny_model.plot import plot_loss
 from tools.tiny_model.train import LOG_FIELDS, TrainJob, train
 
 CONFIG = TrainConfig(
     first_cycle_steps=12,
-    later_cycles=((8, 0.5),),
+    later_cycles=(LaterCycle(4, 0.5), LaterCycle(8, 0.4, restarts=True)),
     warmup_steps=2,
     tokens_per_step=256,
     pool_size=32,
@@ -17,15 +19,18 @@ CONFIG = TrainConfig(
 )
 
 
-def run(folder: Path, stop_at_step: int | None = None) -> None:
+def run(
+    folder: Path, stop_at_step: int | None = None, config: TrainConfig = CONFIG, start_folder: Path | None = None
+) -> None:
     job = TrainJob(
         model_folder=folder / "model",
         work_folder=folder / "work",
-        train=CONFIG,
+        train=config,
         model={"d_model": 16, "mlp_hidden_size": 32, "n_layers": 2},
         compile=False,
         stop_at_step=stop_at_step,
         vocabulary_problems=500,
+        start_folder=start_folder,
     )
     train(job)
 
@@ -41,6 +46,19 @@ def test_a_run_that_was_interrupted_ends_exactly_as_one_that_was_not(tmp_path: P
     for name, tensor in states[0]["model"].items():
         assert torch.equal(tensor, states[1]["model"][name]), name
     assert_log_and_plot(tmp_path / "straight" / "work" / "log.csv", tmp_path / "loss.svg")
+
+
+def test_the_last_cycle_run_alone_from_the_model_before_it_ends_as_in_one_run(tmp_path: Path) -> None:
+    run(tmp_path / "before", config=replace(CONFIG, later_cycles=CONFIG.later_cycles[:1], first_cycle_steps=12))
+    run(tmp_path / "alone", start_folder=tmp_path / "before" / "model")
+    run(tmp_path / "straight")
+    models = [tmp_path / name / "model" / "model.safetensors" for name in ("before", "alone", "straight")]
+    assert models[1].read_bytes() == models[2].read_bytes() != models[0].read_bytes()
+
+
+def test_only_a_last_cycle_that_restarts_begins_from_a_finished_model(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="restarts"):
+        run(tmp_path, config=replace(CONFIG, later_cycles=(LaterCycle(8, 0.5),)), start_folder=tmp_path)
 
 
 def assert_log_and_plot(log: Path, plot: Path) -> None:
