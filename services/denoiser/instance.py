@@ -8,6 +8,7 @@ import torch
 
 from services.denoiser.engine import Engine, EngineConfig, FixedSchedule, Job
 from services.denoiser.kv_pool import kv_bytes_per_token
+from services.denoiser.loader import choose_dtype
 from services.denoiser.models.base import Model
 from services.denoiser.parallel import Alone, Ranks
 from services.denoiser.plan import ModelSource
@@ -48,10 +49,11 @@ def _build_with(profile: Profile, others: OtherRanks) -> Engine:
 def model_source(profile: Profile) -> ModelSource:
     """What each rank loads. Raises ConfigError."""
     section = profile.engine
+    device = choose_device(section.device)  # "cuda": of several GPUs the current one, or each rank its own
     return ModelSource(
         folder=str(profile.weights_folder),
-        device=choose_device(section.device),  # "cuda": of several GPUs the current one, or each rank its own
-        dtype=section.dtype,
+        device=device,
+        dtype=choose_dtype(section.dtype, device),
         threads=section.threads,
         kernels=section.kernels,
         quantization=section.quantization,

@@ -23,7 +23,7 @@ import torch
 from services.costs import DegreeProfile, MeasuredPass, dump_latency
 from services.denoiser.config import WorkerConfig
 from services.denoiser.engine import CacheMode, Engine, EngineConfig, FixedSchedule, Job
-from services.denoiser.instance import choose_device, engine_config, load_profile_model, model_source, warm_up
+from services.denoiser.instance import engine_config, load_profile_model, model_source, warm_up
 from services.denoiser.latency_fit import errors_of, fit, relative_error
 from services.denoiser.latency_plan import Mix, plan_mixes
 from services.denoiser.models.base import Model
@@ -219,9 +219,10 @@ def report(found: DegreeProfile, mixes: Sequence[Mix]) -> None:
 
 def describe_hardware(profile: Profile) -> str:
     """What was measured on, for `latency.json`."""
-    if choose_device(profile.engine.device) == "cuda":
-        return f"{torch.cuda.get_device_name()}, {profile.engine.dtype}"
-    return f"{_cpu_name()}, {profile.engine.threads} of {os.cpu_count()} threads, {profile.engine.dtype}"
+    source = model_source(profile)
+    if source.device == "cuda":
+        return f"{torch.cuda.get_device_name()}, {source.dtype}"
+    return f"{_cpu_name()}, {source.threads} of {os.cpu_count()} threads, {source.dtype}"
 
 
 def _cpu_name() -> str:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from contracts.messages import CacheMode
-from services.denoiser.instance import choose_device
+from services.denoiser.instance import model_source
 from services.denoiser.lifeline import tie_to_parent
 from services.gateway.text import TextCodec
 from services.profile import Profile, load_profile
@@ -110,11 +110,12 @@ def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Reco
             schedules.check_name(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    source = model_source(profile)
     recording = Recording(
         model=profile.model,
         weights=_digest(sorted(profile.weights_folder.glob("*.safetensors"))),
-        dtype=profile.engine.dtype,
-        device=choose_device(profile.engine.device),
+        dtype=source.dtype,
+        device=source.device,
         source=f"{job.file.name} {_digest([job.file])}" if job.file else f"built-in tasks, {job.split}",
         num_prompts=len(asked),
         prompts_per_shard=job.prompts_per_shard,

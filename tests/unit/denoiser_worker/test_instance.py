@@ -16,6 +16,7 @@ from services.denoiser.instance import (
     load_profile_model,
     warm_up,
 )
+from services.denoiser.loader import choose_dtype
 from services.denoiser.models.decoder import Decoder
 from services.denoiser.parallel import Alone, Ranks
 from services.profile import Profile, load_profile
@@ -152,6 +153,14 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert choose_device("auto") == "cpu"
     with pytest.raises(ConfigError, match="cuda"):
         choose_device("cuda")
+
+
+def test_auto_is_bfloat16_only_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_instructions, chosen in ((True, "bfloat16"), (False, "float32")):
+        monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda has=has_instructions: has)
+        assert choose_dtype("auto", "cpu") == chosen
+        assert choose_dtype("bfloat16", "cpu") == "bfloat16"
+        assert choose_dtype("auto", "cuda") == "bfloat16"
 
 
 def test_kernels_and_quantisation_are_the_profile_s(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
