@@ -36,32 +36,54 @@ def environment(tmp_path: Path, text: str, **more: str) -> dict[str, str]:
 
 
 def test_the_environment_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    environ = environment(tmp_path, "[web]\nport = 81\nratio = 0.25\n", TEDISERVE_WEB_PORT="82")
-    assert load_section(Config, "web", environ) == Config(host="here", port=82, ratio=0.25)
+    environ = environment(tmp_path, "[gateway]\nport = 81\nratio = 0.25\n", TEDISERVE_GATEWAY_PORT="82")
+    assert load_section(Config, "gateway", environ) == Config(host="here", port=82, ratio=0.25)
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("[web]\nprot = 1\n", r"\[web\].*prot"),
-        ('[web]\nport = "many"\n', r"\[web\].*port"),
-        ("web = 3\n", r"\[web\] must be a table"),
-        ("[web\n", "not valid TOML"),
+        ("[gateway]\nprot = 1\n", r"\[gateway\].*prot"),
+        ('[gateway]\nport = "many"\n', r"\[gateway\].*port"),
+        ("gateway = 3\n", r"\[gateway\] must be a table"),
+        ("[gateway\n", "not valid TOML"),
+        ("[gatway]\nport = 1\n", r"\[gatway\] is not a table .* gateway, scheduler"),
     ],
 )
 def test_a_wrong_file_is_refused_with_key_and_reason(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        load_section(Config, "web", environment(tmp_path, text))
+        load_section(Config, "gateway", environment(tmp_path, text))
 
 
 def test_a_wrong_override_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="port"):
-        load_section(Config, "web", environment(tmp_path, "", TEDISERVE_WEB_PORT="eighty"))
+        load_section(Config, "gateway", environment(tmp_path, "", TEDISERVE_GATEWAY_PORT="eighty"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "complaint"),
+    [
+        ("TEDISERVE_GATEWAY_PROT", r"TEDISERVE_GATEWAY_PROT: \[gateway\] has no prot; its keys are host, port, ratio"),
+        ("TEDISERVE_GATWAY_PORT", "TEDISERVE_GATWAY_PORT is of no table"),
+    ],
+)
+def test_a_variable_that_nobody_reads_is_refused(variable: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_section(Config, "gateway", {variable: "1"})
+
+
+def test_variables_of_other_tables_are_theirs() -> None:
+    assert load_section(Config, "gateway", {"TEDISERVE_UP_PROT": "1"}) == Config()
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_section(Config, "gateway", {"TEDISERVE_CONFIG": str(tmp_path)})
 
 
 def test_a_named_file_that_is_missing_is_said() -> None:
     with pytest.raises(ConfigError, match=r"TEDISERVE_CONFIG names nowhere\.toml"):
-        load_section(Config, "web", {"TEDISERVE_CONFIG": "nowhere.toml"})
+        load_section(Config, "gateway", {"TEDISERVE_CONFIG": "nowhere.toml"})
 
 
 @pytest.mark.parametrize("wrong", ['storage = "disk"', "replicas = 2", "max_open_requests = 0"])
