@@ -41,6 +41,8 @@ Reason: TypeAlias = Literal[
     "too_long",  # no instance could ever hold its canvas
     "unknown_model",  # no profile of that name is served
     "engine_error",  # the engine raised an error over it
+    "overloaded",  # refused: with what is ahead of it, it cannot meet its deadline
+    "slo_too_short",  # refused: it could not meet its deadline even alone
 ]
 
 
@@ -134,6 +136,7 @@ class ProgressRecord(Message, frozen=True, kw_only=True):
     started_at: WallClock | None = None  # first accepted assignment
     written_at: WallClock = 0.0
     fingerprint: str = ""
+    retry_after_s: Ratio | None = None  # failed as `overloaded`: from when on trying again may help
 
     @property
     def is_final(self) -> bool:

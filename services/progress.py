@@ -8,11 +8,16 @@
 """
 
 import asyncio
+import contextlib
 
 from contracts import subjects
 from contracts.codec import MalformedMessage
 from contracts.messages import ProgressRecord
 from services.bus import Bus, BusTimeout, SequenceConflict, Stored
+
+_TRY_S = 2.0  # of one try, where the limit is not shorter
+_LEAST_TRY_S = 0.1  # even where the limit has passed: it is tried once
+_PAUSE_S = 0.1  # between tries
 
 
 class Overtaken(Exception):
@@ -32,21 +37,24 @@ async def write_record(bus: Bus, record: ProgressRecord, *, after_seq: int, limi
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + limit_s
     while True:
-        try:
-            return await bus.append(subject_of(record), record, after_seq=after_seq)
-        except SequenceConflict:
+        try_s = min(_TRY_S, max(give_up_at - loop.time(), _LEAST_TRY_S))
+        with contextlib.suppress(BusTimeout, TimeoutError):
             try:
-                found = await bus.last(subjects.PROGRESS, subject_of(record), ProgressRecord)
-            except MalformedMessage:
-                raise Overtaken(None) from None
-            except BusTimeout:
-                found = None
-            else:
-                if found is not None and found.message == record:
-                    return found.seq
-                raise Overtaken(found)
-        except BusTimeout:
-            pass
-        if loop.time() >= give_up_at:
+                return await bus.append(subject_of(record), record, after_seq=after_seq, limit_s=try_s)
+            except SequenceConflict:
+                return await _own(bus, record, try_s)
+        if loop.time() + _PAUSE_S >= give_up_at:
             raise BusTimeout(f"record of {record.request_id} not stored within {limit_s:g} s")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _own(bus: Bus, record: ProgressRecord, limit_s: float) -> int:
+    """The sequence of the record, if it is the one that stands. Raises Overtaken, BusTimeout, TimeoutError."""
+    try:
+        async with asyncio.timeout(limit_s):
+            found = await bus.last(subjects.PROGRESS, subject_of(record), ProgressRecord)
+    except MalformedMessage:
+        raise Overtaken(None) from None
+    if found is None or found.message != record:
+        raise Overtaken(found)
+    return found.seq

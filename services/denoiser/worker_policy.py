@@ -19,8 +19,9 @@ Records:
 Thresholds:
 8. A pin is never turned. Thresholds for what is not held are kept `EARLY_S`: they may overtake their assignment.
 Draining:
-9. Nothing new is taken. The scheduler is asked each `ASK_AGAIN_S` until it agrees; then every run is released at its
-   block's end. With nothing held, or at the limit, the worker exits.
+9. Nothing new is taken. The scheduler is told each `ASK_AGAIN_S` until it agrees; then it sends a release for each run
+   that has room elsewhere, and the others go on here. At half of the limit all that is left is released, room or not:
+   better to wait than to be lost. With nothing held, or at the limit, the worker exits.
 Latency ratio:
 10. Measured over profiled step latency, the median of the passes of the last `RATIO_S`, or of the last few where passes
    are slow; all are forgotten after a pause of `RATIO_S`. 1 is said while they are too few and too short: a few cold
@@ -108,6 +109,7 @@ class WorkerPolicy:
         self._news: dict[str, Run] = {}  # what has stepped since the last report, by run id
         self._drain_until = self._ask_again = 0.0
         self._drain_agreed = False
+        self._hand_back_at = 0.0
 
     def handle(self, event: WorkerEvent, now: float) -> list[WorkerCommand]:
         """What to do about the event."""
@@ -484,22 +486,23 @@ class WorkerPolicy:
             return []
         self.draining = True
         self._drain_until = now + self.instance.drain_limit_s
+        self._hand_back_at = now + self.instance.drain_limit_s / 2
         self._ask_again = now + ASK_AGAIN_S
         return self._exit_if_empty() or [AskToDrain()]
 
     def _note_drain_answer(self, agreed: bool, now: float) -> list[WorkerCommand]:
-        if not agreed or self._drain_agreed:
-            self._ask_again = now + ASK_AGAIN_S
-            return []
-        self._drain_agreed = True
-        return _chain(self._let_go(run) for run in self._runs.values())
+        self._drain_agreed = self._drain_agreed or agreed
+        self._ask_again = now + ASK_AGAIN_S
+        return []
 
     def _look_at_drain(self, now: float) -> list[WorkerCommand]:
         if not self.draining:
             return []
         if now >= self._drain_until:
             return [Exit(reason="drain_limit", held=self.num_held)]
-        if self._drain_agreed or now < self._ask_again:
+        if self._drain_agreed:
+            return _chain(self._let_go(run) for run in self._runs.values()) if now >= self._hand_back_at else []
+        if now < self._ask_again:
             return []
         self._ask_again = now + ASK_AGAIN_S
         return [AskToDrain()]

@@ -1,5 +1,7 @@
 """Settings of the scheduler. Table `[scheduler]`."""
 
+from typing import Literal
+
 import msgspec
 
 _POSITIVE = (
@@ -10,6 +12,9 @@ _POSITIVE = (
     "ageing_s",
     "retry_s",
     "assign_limit_s",
+    "move_every_s",
+    "max_moves",
+    "load_silent_s",
 )
 
 
@@ -27,6 +32,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     retry_s: float = 0.1  # pause before an instance that had no room after all is tried again
     assign_limit_s: float = 0.25  # for the answer to an assignment, before it is repeated
     expiry_margin_s: float = 1.0  # after a request's time limit, for its gateway to end it first
+    admission: Literal["best_effort", "reject"] = "best_effort"  # of requests that cannot meet their deadline
+    move_gain_share: float = 0.2  # a request moves only where its steps take that share less time; 1: nowhere
+    move_every_s: float = 0.1  # between two looks for requests that should move
+    max_moves: int = 2  # that an instance is about to release at once, and as many that are to come; drains excepted
+    load_silent_s: float = 3.0  # a load state that is older says nothing
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -35,5 +45,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for name in ("max_overtakes", "expiry_margin_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is negative")
+        if not 0 <= self.move_gain_share <= 1:
+            raise ValueError(f"move_gain_share: {self.move_gain_share} is not between 0 and 1")
         if not 0 <= self.metrics_port <= 65535:
             raise ValueError(f"metrics_port: {self.metrics_port} is no port")

@@ -1,10 +1,14 @@
 """What the scheduler's policy hears and says. All times are seconds of the clock whose reading is `now`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from contracts import messages as m
 from contracts.messages import GenerateRequest, InstanceStatus, ProgressRecord
+
+# `undelivered`: nobody listened; `unanswered`: it may have been heard
+Answer: TypeAlias = m.Accepted | m.Refused | Literal["undelivered", "unanswered"]
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -89,12 +93,27 @@ class GatewaySeen:
 
 @dataclass(frozen=True, slots=True)
 class AssignAnswered:
-    """What came of a SendAssign. `undelivered`: nobody listened; `unanswered`: it may have been accepted."""
+    """What came of a SendAssign."""
 
     instance_id: str
     request_id: str
     attempt: int
-    answer: m.Accepted | m.Refused | Literal["undelivered", "unanswered"]
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAnswered:
+    """What came of a SendRelease."""
+
+    instance_id: str
+    request_id: str
+    attempt: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStateSeen:
+    load: m.LoadState
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +139,72 @@ Event: TypeAlias = (
     | DrainAsked
     | GatewaySeen
     | AssignAnswered
+    | ReleaseAnswered
+    | LoadStateSeen
     | Reconnected
     | Tick
 )
 
+_ORDER: tuple[type[Event], ...] = (
+    Reconnected,
+    LoadStateSeen,
+    StatusSeen,
+    ReportSeen,
+    RequestSeen,
+    RecordSeen,
+    RecordUnreadable,
+    WriteOvertaken,
+    WriteUnanswered,
+    AssignAnswered,
+    ReleaseAnswered,
+    DrainAsked,
+    InstanceExited,
+    GatewaySeen,
+    CaughtUp,
+    Tick,
+)
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """Events of one moment in an order of their own; those of one sender or stream stay in its order."""
+    return sorted(events, key=lambda event: (_ORDER.index(type(event)), _place(event)))
+
+
+def _place(event: Event) -> tuple[float, str, str]:
+    """Among the events of its type."""
+    match event:
+        case LoadStateSeen(load):
+            return load.sent_at, "", ""
+        case StatusSeen(status):
+            return status.sent_at, status.instance_id, ""
+        case ReportSeen(instance_id, _) | DrainAsked(instance_id) | InstanceExited(instance_id):
+            return 0.0, instance_id, ""
+        case RequestSeen(_, seq) | RecordSeen(_, seq) | RecordUnreadable(_, _, seq):
+            return seq, "", ""
+        case WriteOvertaken(request_id, after_seq) | WriteUnanswered(request_id, after_seq):
+            return after_seq, request_id, ""
+        case AssignAnswered(instance_id, request_id, attempt) | ReleaseAnswered(instance_id, request_id, attempt):
+            return attempt, request_id, instance_id
+        case GatewaySeen(gateway_id):
+            return 0.0, gateway_id, ""
+        case _:
+            return 0.0, "", ""
+
+
 # --- commands -----------------------------------------------------------------------------------------------------
 
-AssignReason: TypeAlias = Literal["new", "released", "worker_lost", "unanswered"]
-WriteReason: TypeAlias = Literal["worker_lost", "expired", "gateway_lost", "too_long", "unknown_model", "engine_error"]
+AssignReason: TypeAlias = Literal["new", "moved", "released", "worker_lost", "unanswered"]
+ReleaseReason: TypeAlias = Literal["faster", "drain"]
+WriteReason: TypeAlias = Literal[
+    "worker_lost",
+    "expired",
+    "gateway_lost",
+    "too_long",
+    "unknown_model",
+    "engine_error",
+    "overloaded",
+    "slo_too_short",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +214,15 @@ class SendAssign:
     instance_id: str
     assign: m.Assign
     reason: AssignReason
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelease:
+    """Ask the instance to give the request back at its block's end; ReleaseAnswered follows."""
+
+    instance_id: str
+    release: m.Release
+    reason: ReleaseReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +277,4 @@ class StandDown:
     reason: Literal["stale_epoch"] = "stale_epoch"
 
 
-Command: TypeAlias = SendAssign | WriteRecord | Purge | SendCancel | Wait | AskStatus | WakeAt | StandDown
+Command: TypeAlias = SendAssign | SendRelease | WriteRecord | Purge | SendCancel | Wait | AskStatus | WakeAt | StandDown

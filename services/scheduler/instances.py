@@ -2,9 +2,11 @@
 
 1. The scheduler's own view counts: what it has assigned and not seen end. What a status lists beyond that (an old
    holder that has not noticed yet) takes room too, until the next status.
-2. An instance holds at most `max_requests` requests and `kv_tokens` tokens of canvas.
-3. The price is the mean step latency with the request added, times the instance's measured over profiled latency,
-   kept between 0.5 and 4. A TP degree that was not measured costs what the next lower measured one does.
+2. An instance holds at most `max_requests` requests and `kv_tokens` tokens of canvas. A request on its way from one to
+   another takes room on both.
+3. The price is the mean step latency of the batch as it stands, with those that come and without those that leave,
+   times the instance's measured over profiled latency, kept between 0.5 and 4. A TP degree that was not measured costs
+   what the next lower measured one does.
 """
 
 from collections.abc import Iterable
@@ -45,6 +47,8 @@ class Instance:
         self.max_requests = 0
         self.kv_tokens = 0
         self.residents: dict[str, Resident] = {}  # by request id: the scheduler's own view
+        self.leaving: set[str] = set()  # of the residents: asked to be released at their block's end
+        self.coming: set[str] = set()  # of the residents: another instance still holds them
         self.foreign: list[Resident] = []  # listed by the last status, but not ours
         self.tokens = 0  # canvas tokens of both
         self._load: PassLoad | None = None  # mean_pass of all; None: to be computed anew
@@ -68,6 +72,23 @@ class Instance:
     def drop(self, request_id: str) -> None:
         self.tokens -= self._tokens_of(request_id)
         self.residents.pop(request_id, None)
+        self.leaving.discard(request_id)
+        self.coming.discard(request_id)
+        self._load = None
+
+    def expect(self, request_id: str, resident: Resident) -> None:
+        """Keeps room for a request that another instance is to release."""
+        self.hold(request_id, resident)
+        self.coming.add(request_id)
+
+    def let_go(self, request_id: str) -> None:
+        """It was asked to release the request."""
+        self.leaving.add(request_id)
+        self._load = None
+
+    def keep(self, request_id: str) -> None:
+        """It will not release the request after all, or was not asked."""
+        self.leaving.discard(request_id)
         self._load = None
 
     def set_foreign(self, foreign: list[Resident]) -> None:
@@ -91,12 +112,15 @@ class Instance:
     def step_ms_with(self, load: PassLoad, latency: LatencyProfile, steps_per_block: float) -> float:
         """Mean step latency, in milliseconds, with a request of that `mean_pass` added (rule 3)."""
         if self._load is None:
-            self._load = mean_pass([*self.residents.values(), *self.foreign], steps_per_block)
+            staying = [resident for id_, resident in self.residents.items() if id_ not in self.leaving]
+            self._load = mean_pass([*staying, *self.foreign], steps_per_block)
         degree = latency.nearest_degree(self.tp_degree)
         return self.latency_ratio * latency.step_ms(degree, self._load.plus(load))
 
     def check_invariants(self) -> None:
         assert self.tokens == _canvas_tokens(self.residents.values()) + _canvas_tokens(self.foreign)
+        assert self.leaving | self.coming <= self.residents.keys()
+        assert not self.leaving & self.coming
 
 
 def _canvas_tokens(residents: Iterable[Resident]) -> int:

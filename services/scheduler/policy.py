@@ -19,17 +19,29 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
    `too_long`; without any instance, all wait.
 7. The others wait in one queue (`waiting.py`). The first that fits goes to the instance with room whose step latency
    with it added is lowest (`instances.py`); ties: fewest tokens held, since a flat latency profile would pile
-   everything on one; then lowest id. Draining instances get nothing.
+   everything on one; then lowest id. Draining instances get nothing. Unless it is pinned it starts no higher than load
+   control allows (`admission.py`), and one that has run no higher than it ran last.
 8. Smaller requests may overtake one that fits nowhere now. After `max_overtakes` of them, the instance with most room
    among those that could hold it is kept for it.
 9. An unanswered assignment is repeated to the same instance: it may have been accepted. Refused or certainly not
    delivered: the request may go elsewhere at the same attempt, and the instance gets nothing before its next status or
    `retry_s`. Refused as `stale_epoch`: another scheduler acts, so this one must stop.
+10. With `admission = "reject"`, a newcomer that would be late even alone fails as `slo_too_short`, and one that finds
+   no room and would be late after its wait as `overloaded` (`admission.py`).
+Moves, whenever something changed and `move_every_s` has passed, of requests that have a boundary ahead: another block.
+11. The holder is asked to release the request at its block's end, and the target keeps room for it. The record
+   `released` hands it over, at the same attempt. If the target cannot take it any more, it goes wherever it fits. A
+   release that is refused or unanswered is off; if it was heard all the same, the request waits as any other.
+12. Off a draining instance a request moves to the cheapest one with room. Without room it finishes where it is.
+13. While nobody waits, a request moves where its steps take `move_gain_share` less time, from the slowest instance on,
+   the most urgent first. Each such move shortens the longer of two latencies, so they come to an end. An instance
+   releases `max_moves` at once, and expects as many.
 """
 
 import heapq
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -39,6 +51,7 @@ from contracts import messages as m
 from contracts.messages import GenerateRequest, InstanceStatus, ProgressRecord
 from services.costs import LatencyProfile, PassLoad, Resident, mean_pass
 from services.profile import Profile
+from services.scheduler.admission import cap_for, least_s, wait_s
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.events import (
     AskStatus,
@@ -50,14 +63,18 @@ from services.scheduler.events import (
     Event,
     GatewaySeen,
     InstanceExited,
+    LoadStateSeen,
     Purge,
     Reconnected,
     RecordSeen,
     RecordUnreadable,
+    ReleaseAnswered,
+    ReleaseReason,
     ReportSeen,
     RequestSeen,
     SendAssign,
     SendCancel,
+    SendRelease,
     StandDown,
     StatusSeen,
     Tick,
@@ -67,12 +84,15 @@ from services.scheduler.events import (
     WriteReason,
     WriteRecord,
     WriteUnanswered,
+    in_order,
 )
 from services.scheduler.instances import Instance, clamp_ratio, resident_of
-from services.scheduler.waiting import Rank, WaitingQueue, rank_of
+from services.scheduler.waiting import Rank, WaitingQueue, rank_of, rank_without_deadline
 
 _MAX_PAST = 4096  # records of requests that are not open, kept for those whose request arrives after them
 _MAX_GONE = 4096  # ids of instances that exited, kept for statuses that arrive after the news
+_NOTHING = PassLoad()
+_MAX_TARGETS = 4  # the fastest instances with room: where a request may move to without need
 
 
 # --- state --------------------------------------------------------------------------------------------------------
@@ -85,6 +105,7 @@ class _Open:
     request: GenerateRequest
     rank: Rank
     expires_at: float
+    deadline: float | None
     canvas_tokens: int
     load: PassLoad  # mean_pass of it
     phase: Literal["waiting", "assigning", "running", "writing"] = "waiting"
@@ -92,6 +113,7 @@ class _Open:
     record: ProgressRecord | None = None
     record_seq: int = 0
     instance_id: str = ""
+    moving_to: str = ""  # running: the instance that keeps room for it, once its holder has released it
     assigned_at: float = 0.0
     maybe_held: bool = False  # assigning: a try of this assignment went unanswered
     lost_at: float = -math.inf  # when its instance died: only one seen alive since may have it
@@ -110,11 +132,17 @@ class _Open:
         return resident_of(self.request, blocks_done, self.request.num_blocks)
 
     @property
+    def has_boundary_ahead(self) -> bool:
+        """Another block follows the one that it runs: until then a release comes in time."""
+        blocks_done = self.record.blocks_done if self.record else 0
+        return blocks_done + 1 < self.request.num_blocks
+
+    @property
     def is_ending(self) -> bool:
         return self.phase == "writing" and self.pending is not None and self.pending.record.is_final
 
 
-_Alarm: TypeAlias = Literal["assign", "expiry", "gateway", "instance", "room", "settle", "write"]
+_Alarm: TypeAlias = Literal["assign", "deadline", "expiry", "gateway", "instance", "moves", "room", "settle", "write"]
 
 
 class Scheduler:
@@ -137,6 +165,12 @@ class Scheduler:
         self._kept: tuple[str, str] | None = None  # rule 8: request, instance
         self._room_changed = False  # something may fit that did not
         self._joined: list[str] = []  # to the queue, in this `handle`
+        self._handed_over: list[tuple[str, str]] = []  # in this `handle`: request, and the instance that it moves to
+        self._balance_changed = False  # somebody may want to move who did not
+        self._moves_at = 0.0  # not before it is looked for moves again
+        self._moves_are_due = False  # their alarm is set
+        self._load: m.LoadState | None = None
+        self._load_at = -math.inf  # when it was heard
         self._alarms: list[tuple[float, _Alarm, str]] = []  # a heap; what they are for is checked when they ring
         self._wake_at: float | None = None
         self._commands: list[Command] = []
@@ -157,10 +191,18 @@ class Scheduler:
         return len(self._serving())
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        self._apply(event, now)
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Event], now: float) -> list[Command]:
+        """Events of one moment: the order in which they are given does not matter."""
+        for event in in_order(events):
+            self._apply(event, now)
         self._settle_if_due()
         if self._settled:
+            self._place_handed_over(now)
             self._place_waiting(now)
+            self._refuse_the_late(now)
+            self._look_for_moves(now)
             self._tell_who_waits()
         self._wake_for_alarms()
         commands, self._commands = self._commands, []
@@ -184,9 +226,14 @@ class Scheduler:
                 self._note_gateway(event.gateway_id, now)
             case InstanceExited():
                 self._note_exit(event.instance_id, now)
+            case ReleaseAnswered():
+                self._note_release_answer(event, now)
+            case LoadStateSeen():
+                self._load, self._load_at = event.load, now
             case DrainAsked():
                 if event.instance_id in self._instances:
                     self._instances[event.instance_id].draining = True
+                    self._balance_changed = True
             case RecordUnreadable():
                 self._note_unreadable(event, now)
             case WriteOvertaken():
@@ -216,11 +263,13 @@ class Scheduler:
         )
         resident = resident_of(request, 0, request.num_blocks)
         load = mean_pass([resident], self._profile.decoding.steps_per_block)
-        open_ = _Open(request, rank, event.expires_at, request.canvas_tokens, load)
+        open_ = _Open(request, rank, event.expires_at, event.deadline, request.canvas_tokens, load)
         self._open[open_.id] = open_
         self._of_gateway.setdefault(request.gateway_id, {})[open_.id] = open_
         self._note_gateway(request.gateway_id, now)
         self._set_alarm(event.expires_at + self.config.expiry_margin_s, "expiry", open_.id)
+        if event.deadline is not None:
+            self._set_alarm(event.deadline, "deadline", open_.id)
         self._enqueue(open_)
         past = self._past.get(open_.id)
         if past is not None:
@@ -249,6 +298,8 @@ class Scheduler:
         """Rule 1: the request stands where its record, which is not final, says."""
         open_.attempt = record.attempt
         if record.state == "released" or not record.holder:
+            if open_.moving_to:
+                self._handed_over.append((open_.id, open_.moving_to))
             self._detach(open_)
             self._enqueue(open_)
         elif record.holder in self._gone:
@@ -299,7 +350,15 @@ class Scheduler:
         else:
             self._write(open_, "failed", "worker_lost")
 
-    def _write(self, open_: _Open, state: m.State, reason: WriteReason, attempt: int | None = None) -> None:
+    def _write(
+        self,
+        open_: _Open,
+        state: m.State,
+        reason: WriteReason,
+        *,
+        attempt: int | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         """Writes on top of the last record, keeping what was achieved."""
         record = replace(
             open_.record or open_.request.first_record,
@@ -309,6 +368,7 @@ class Scheduler:
             epoch=self.epoch,
             reason=reason,
             written_at=0.0,
+            retry_after_s=retry_after_s,
         )
         self._leave_queue(open_)
         open_.phase = "writing"
@@ -317,8 +377,8 @@ class Scheduler:
 
     def _write_again(self, open_: _Open) -> None:
         assert open_.pending is not None
-        record = open_.pending.record
-        self._write(open_, record.state, open_.pending.reason, record.attempt)
+        record, reason = open_.pending.record, open_.pending.reason
+        self._write(open_, record.state, reason, attempt=record.attempt, retry_after_s=record.retry_after_s)
 
     def _note_overtaken(self, event: WriteOvertaken, now: float) -> None:
         if event.found is not None:
@@ -342,7 +402,9 @@ class Scheduler:
         instance = self._instances.get(event.instance_id)
         if instance is not None:
             instance.seen_at = now
-            instance.latency_ratio = clamp_ratio(event.latency_ratio)
+            ratio = clamp_ratio(event.latency_ratio)
+            self._balance_changed |= ratio != instance.latency_ratio
+            instance.latency_ratio = ratio
 
     def _note_status(self, status: InstanceStatus, now: float) -> None:
         if status.epoch > self.epoch:
@@ -355,7 +417,7 @@ class Scheduler:
         instance.seen_at = now
         instance.note_status(status)
         self._compare_held(instance, status, now)
-        self._room_changed = True
+        self._room_changed = self._balance_changed = True
         if is_news and self._settled:
             self._refuse_hopeless()
 
@@ -375,8 +437,7 @@ class Scheduler:
                 foreign.append(resident_of(held, held.blocks_done, held.blocks_done + 1))
         instance.set_foreign(foreign)
         overdue_at = now - self.config.instance_silent_s
-        holds = [self._open[request_id] for request_id in instance.residents]
-        for open_ in sorted(holds, key=lambda o: o.rank.seq):
+        for open_ in self._held_by(instance):
             if open_.phase == "running" and open_.evidence_at < overdue_at:
                 self._lose(open_)
 
@@ -399,8 +460,10 @@ class Scheduler:
         instance = self._instances.pop(instance_id, None)
         if instance is None:
             return
-        holds = [self._open[request_id] for request_id in instance.residents]
-        for open_ in sorted(holds, key=lambda o: o.rank.seq):
+        for request_id in instance.coming:
+            self._open[request_id].moving_to = ""
+        holds = self._held_by(instance)
+        for open_ in holds:
             if open_.phase == "writing":
                 self._detach(open_)
             else:
@@ -408,6 +471,11 @@ class Scheduler:
                 self._lose(open_)
         if holds:
             self._do(AskStatus())  # who lives?
+
+    def _held_by(self, instance: Instance) -> list[_Open]:
+        """By arrival; without those that are on their way to it."""
+        held = [self._open[request_id] for request_id in instance.residents.keys() - instance.coming]
+        return sorted(held, key=lambda o: o.rank.seq)
 
     def _instance(self, instance_id: str, now: float) -> Instance:
         instance = self._instances.get(instance_id)
@@ -428,11 +496,13 @@ class Scheduler:
         self._instance(instance_id, now).hold(open_.id, open_.resident)
 
     def _detach(self, open_: _Open) -> None:
-        instance = self._instances.get(open_.instance_id)
-        if instance is not None:
-            instance.drop(open_.id)
-            self._room_changed = True
-        open_.instance_id = ""
+        """No instance holds it, nor keeps room for it."""
+        for instance_id in (open_.instance_id, open_.moving_to):
+            instance = self._instances.get(instance_id)
+            if instance is not None:
+                instance.drop(open_.id)
+                self._room_changed = self._balance_changed = True
+        open_.instance_id = open_.moving_to = ""
 
     # --- the queue and placement ----------------------------------------------------------------------------------
 
@@ -463,6 +533,9 @@ class Scheduler:
         """Rule 6."""
         if open_.request.model != self._profile.model:
             self._write(open_, "failed", "unknown_model")
+            return
+        if self._is_slo_too_short(open_):
+            self._write(open_, "failed", "slo_too_short")
             return
         largest_kv = max((i.kv_tokens for i in self._serving() if i.id not in open_.refused_by), default=0)
         most = min(self._profile.limits.max_context_tokens, self._profile.engine.kv_tokens or largest_kv)
@@ -495,6 +568,16 @@ class Scheduler:
             if first_blocked is not None:
                 self._count_overtaking(first_blocked)
             room = self._largest_room(now)
+
+    def _place_handed_over(self, now: float) -> None:
+        """Rule 11: to the instance that has kept room for it."""
+        for request_id, instance_id in self._handed_over:
+            open_ = self._open.get(request_id)
+            if open_ is not None and open_.phase == "waiting" and now < open_.expires_at:
+                target = [i for i in self._fitting(open_, now) if i.id == instance_id]
+                if target:
+                    self._assign(open_, target[0], now, moved=True)
+        self._handed_over.clear()
 
     def _place_kept(self, now: float) -> None:
         """The request that an instance is kept for comes first, wherever it fits."""
@@ -536,21 +619,26 @@ class Scheduler:
         return max((instance.room(now) for instance in self._open_to("")), default=0)
 
     def _cheapest(self, open_: _Open, now: float) -> Instance | None:
-        steps_per_block = self._profile.decoding.steps_per_block
-        fitting = [
-            instance
-            for instance in self._open_to(open_.id)
-            if instance.room(now) >= open_.canvas_tokens
-            and instance.id not in open_.refused_by
-            and instance.seen_at > open_.lost_at
-        ]
+        """Where its steps would be shortest (rule 7)."""
         return min(
-            fitting,
-            key=lambda i: (i.step_ms_with(open_.load, self._latency, steps_per_block), i.tokens, i.id),
-            default=None,
+            self._fitting(open_, now), key=lambda i: (self._step_ms(i, open_.load), i.tokens, i.id), default=None
         )
 
-    def _assign(self, open_: _Open, instance: Instance, now: float) -> None:
+    def _fitting(self, open_: _Open, now: float, among: Iterable[Instance] | None = None) -> list[Instance]:
+        """Other instances than its own that can take it now."""
+        return [
+            instance
+            for instance in (self._open_to(open_.id) if among is None else among)
+            if instance.room(now) >= open_.canvas_tokens
+            and instance.id not in open_.refused_by
+            and instance.id != open_.instance_id
+            and instance.seen_at > open_.lost_at
+        ]
+
+    def _step_ms(self, instance: Instance, added: PassLoad = _NOTHING) -> float:
+        return instance.step_ms_with(added, self._latency, self._profile.decoding.steps_per_block)
+
+    def _assign(self, open_: _Open, instance: Instance, now: float, *, moved: bool = False) -> None:
         self._leave_queue(open_)
         open_.phase = "assigning"
         open_.instance_id = instance.id
@@ -558,22 +646,40 @@ class Scheduler:
         open_.maybe_held = False
         open_.overtaken = 0
         instance.hold(open_.id, open_.resident)
+        self._balance_changed = True
         if open_.record is None:
-            self._send_assign(open_, "new")
+            self._send_assign(open_, "new", now)
+        elif moved:
+            self._send_assign(open_, "moved", now)
         else:
-            self._send_assign(open_, "worker_lost" if open_.record.reason == "worker_lost" else "released")
+            self._send_assign(open_, "worker_lost" if open_.record.reason == "worker_lost" else "released", now)
 
-    def _send_assign(self, open_: _Open, reason: AssignReason) -> None:
-        pin = open_.request.threshold
+    def _send_assign(self, open_: _Open, reason: AssignReason, now: float) -> None:
         assign = m.Assign(
             epoch=self.epoch,
             attempt=open_.attempt,
             request=open_.request,
-            threshold=self._profile.decoding.threshold if pin is None else pin,
+            threshold=self._first_threshold(open_, now),
             resume=open_.record,
             from_seq=open_.record_seq,
         )
         self._do(SendAssign(open_.instance_id, assign, reason))
+
+    def _first_threshold(self, open_: _Open, now: float) -> float:
+        """Until the controller says otherwise (rule 7)."""
+        if open_.request.threshold is not None:
+            return open_.request.threshold
+        threshold = self._profile.decoding.threshold
+        load = self._load_now(now)
+        if load is not None:
+            threshold = min(threshold, cap_for(load, open_.request.priority, threshold))
+        if open_.record is not None and open_.record.blocks:
+            threshold = min(threshold, open_.record.blocks[-1].mean_threshold)
+        return threshold
+
+    def _load_now(self, now: float) -> m.LoadState | None:
+        """None: the last one is too old."""
+        return self._load if now - self._load_at <= self.config.load_silent_s else None
 
     def _note_answer(self, event: AssignAnswered, now: float) -> None:
         """Rule 9."""
@@ -633,7 +739,124 @@ class Scheduler:
             self._lose(open_)
             self._do(AskStatus())
         else:
-            self._send_assign(open_, "unanswered")
+            self._send_assign(open_, "unanswered", now)
+
+    # --- admission ------------------------------------------------------------------------------------------------
+
+    def _refuse_the_late(self, now: float) -> None:
+        """Rule 10, of those that have just joined the queue and found no room."""
+        if self.config.admission != "reject" or not self._serving():
+            return
+        load = self._load_now(now)
+        for request_id in self._joined:
+            open_ = self._open.get(request_id)
+            if open_ is not None and open_.phase == "waiting" and open_.record is None and open_.deadline is not None:
+                wait = 0.0 if load is None else wait_s(load, self._queue.place_of(open_.rank, request_id))
+                late_s = now + wait + self._least_s(open_) - open_.deadline
+                if late_s > 0:
+                    self._write(open_, "failed", "overloaded", retry_after_s=late_s)
+
+    def _is_slo_too_short(self, open_: _Open) -> bool:
+        """Rule 10: from its arrival on it would have had too little time, even alone."""
+        request = open_.request
+        if self.config.admission != "reject" or request.deadline_at is None or open_.record is not None:
+            return False
+        return request.deadline_at - request.created_at < self._least_s(open_)
+
+    def _least_s(self, open_: _Open) -> float:
+        return least_s(open_.request, self._profile.decoding, self._latency, self._serving())
+
+    # --- moves ----------------------------------------------------------------------------------------------------
+
+    def _look_for_moves(self, now: float) -> None:
+        if not self._balance_changed:
+            return
+        if now < self._moves_at:
+            if not self._moves_are_due:
+                self._moves_are_due = True
+                self._set_alarm(self._moves_at, "moves", "")
+            return
+        self._balance_changed = self._moves_are_due = False
+        serving = self._serving()
+        if len(serving) < 2:
+            return
+        self._moves_at = now + self.config.move_every_s
+        for instance in sorted(serving, key=lambda i: i.id):
+            if instance.draining:
+                self._empty(instance, now)
+        if not len(self._queue):
+            self._even_out(now)
+
+    def _empty(self, instance: Instance, now: float) -> None:
+        """Rule 12."""
+        for open_ in self._movable(instance, now):
+            target = self._cheapest(open_, now)
+            if target is not None:
+                self._move(open_, instance, target, "drain")
+
+    def _even_out(self, now: float) -> None:
+        """Rule 13."""
+        slowest_first = sorted(self._serving(), key=lambda i: (-self._step_ms(i), i.id))
+        for instance in slowest_first:
+            targets = self._targets(now)
+            if not targets or self._too_slow(self._step_ms(targets[0]), instance):
+                return  # nobody gains by moving, here or on the faster ones
+            for open_ in self._movable(instance, now) if not instance.draining else ():
+                if len(instance.leaving) >= self.config.max_moves:
+                    break
+                fitting = self._fitting(open_, now, targets)
+                target = min(fitting, key=lambda i: (self._step_ms(i, open_.load), i.tokens, i.id), default=None)
+                if target is not None and not self._too_slow(self._step_ms(target, open_.load), instance):
+                    self._move(open_, instance, target, "faster")
+                    targets = self._targets(now)
+
+    def _too_slow(self, step_ms: float, instance: Instance) -> bool:
+        """Steps of that length are no reason to leave the instance."""
+        return step_ms >= (1 - self.config.move_gain_share) * self._step_ms(instance)
+
+    def _targets(self, now: float) -> list[Instance]:
+        """The fastest instances with room."""
+        able = [i for i in self._open_to("") if i.room(now) > 0 and len(i.coming) < self.config.max_moves]
+        return sorted(able, key=lambda i: (self._step_ms(i), i.tokens, i.id))[:_MAX_TARGETS]
+
+    def _movable(self, instance: Instance, now: float) -> list[_Open]:
+        """Of those that it holds, the most urgent first."""
+        movable = [
+            open_
+            for open_ in self._held_by(instance)
+            if open_.phase == "running" and not open_.moving_to and open_.has_boundary_ahead and now < open_.expires_at
+        ]
+        return sorted(movable, key=lambda o: o.rank)
+
+    def _move(self, open_: _Open, source: Instance, target: Instance, reason: ReleaseReason) -> None:
+        """Rule 11."""
+        open_.moving_to = target.id
+        source.let_go(open_.id)
+        target.expect(open_.id, open_.resident)
+        release = m.Release(epoch=self.epoch, attempt=open_.attempt, request_id=open_.id)
+        self._do(SendRelease(source.id, release, reason))
+
+    def _note_release_answer(self, event: ReleaseAnswered, now: float) -> None:
+        """Rule 11."""
+        open_, instance = self._open.get(event.request_id), self._instances.get(event.instance_id)
+        if instance is not None and not isinstance(event.answer, str):
+            instance.seen_at = now
+        match event.answer:
+            case m.Accepted():
+                return
+            case m.Refused(reason="stale_epoch"):
+                self._do(StandDown())
+        is_current = open_ is not None and (open_.instance_id, open_.attempt) == (event.instance_id, event.attempt)
+        if open_ is not None and instance is not None and is_current:
+            self._stay(open_, instance)
+
+    def _stay(self, open_: _Open, instance: Instance) -> None:
+        """It does not move after all."""
+        instance.keep(open_.id)
+        if open_.moving_to:
+            self._instances[open_.moving_to].drop(open_.id)
+            open_.moving_to = ""
+        self._room_changed = self._balance_changed = True
 
     # --- start, time and silence ----------------------------------------------------------------------------------
 
@@ -696,6 +919,11 @@ class Scheduler:
                     self._settle()
                 case "room":
                     self._room_changed = True
+                case "moves":
+                    self._moves_are_due = False  # `handle` looks for them
+                case "deadline":
+                    if key in self._open:
+                        self._forget_deadline(self._open[key])
                 case "assign" | "expiry" | "write":
                     if key in self._open:
                         self._check_request(self._open[key], alarm, now)
@@ -729,6 +957,14 @@ class Scheduler:
         elif alarm == "write" and open_.phase == "writing":
             self._write_again(open_)
 
+    def _forget_deadline(self, open_: _Open) -> None:
+        """It has passed: `waiting.py`, rule 2."""
+        is_waiting = self._queue.holds(open_.rank, open_.id)
+        self._leave_queue(open_)
+        open_.rank = rank_without_deadline(open_.rank)
+        if is_waiting:
+            self._queue.add(open_.rank, open_.id)
+
     # --- for tests ------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
@@ -740,9 +976,12 @@ class Scheduler:
             assert open_.phase in ("waiting", "writing") or open_.instance_id
             assert not open_.instance_id or open_.id in self._instances[open_.instance_id].residents
             assert open_.phase != "waiting" or not open_.instance_id
+            assert not open_.moving_to or open_.id in self._instances[open_.moving_to].coming
+            assert not open_.moving_to or open_.moving_to != open_.instance_id
         for instance in self._instances.values():
             instance.check_invariants()
-            assert all(self._open[id_].instance_id == instance.id for id_ in instance.residents)
+            assert all(open_.instance_id == instance.id for open_ in self._held_by(instance))
+            assert all(self._open[id_].moving_to == instance.id for id_ in instance.coming)
         assert not self._commands
 
 

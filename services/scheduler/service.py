@@ -3,7 +3,7 @@
 1. The lease comes first: a scheduler that stands by reads nothing. One that has lost it ends with exit code 3.
 2. Statuses are heard before the streams are read, and REQUESTS is read before PROGRESS: a final record that is seen has
    its request seen before, or purged.
-3. Events are handled one after the other, where they arrive. Commands that wait for an answer are tasks of their own.
+3. Events that arrive at one moment are decided upon together. Commands that wait for an answer are tasks of their own.
 4. After a cut, or after this process itself stood still, everybody's silence counts anew.
 """
 
@@ -36,11 +36,12 @@ logger = logging.getLogger(__name__)
 
 COMMANDS = Counter("tediserve_scheduler_commands", "Decisions, by their reason", ["command", "reason"])
 ANSWERS = Counter("tediserve_scheduler_assign_answers", "What came of assignments", ["answer"])
+RELEASES = Counter("tediserve_scheduler_release_answers", "What came of releases", ["answer"])
 ATTEMPTS = Counter("tediserve_scheduler_placements", "Assignments accepted, by attempt", ["attempt"])
 OVERTAKEN = Counter("tediserve_scheduler_overtaken_writes", "Records that were refused since another one stood")
 DECISION_S = Histogram(
     "tediserve_scheduler_decision_seconds",
-    "Time that the policy took over one event",
+    "Time that the policy took over the events of one moment",
     buckets=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),
 )
 OPEN = Gauge("tediserve_scheduler_open_requests", "Open requests")
@@ -121,6 +122,7 @@ class SchedulerService:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = False
+        self._heard: list[e.Event] = []  # what is to be decided upon next
         self._beat_at = self._loop.time()  # this process ran
         self._skews: dict[str, deque[float]] = {}  # by instance id
         self._skewed: set[str] = set()  # instances whose clock has been warned about
@@ -133,6 +135,7 @@ class SchedulerService:
         await bus.subscribe("status.instance.*", m.InstanceStatus, self._on_status)
         await bus.subscribe("report.*", m.Report, self._on_report)
         await bus.subscribe("status.lost.*", m.InstanceLost, self._on_lost)
+        await bus.subscribe(subjects.LOAD_STATE, m.LoadState, lambda load: self._handle(e.LoadStateSeen(load)))
         await bus.subscribe("status.gateway.*", m.GatewayStatus, self._on_gateway)
         requests = await bus.follow(
             subjects.REQUESTS,
@@ -234,10 +237,17 @@ class SchedulerService:
         self._handle(e.Tick())
 
     def _handle(self, event: e.Event) -> None:
+        self._heard.append(event)
+        if len(self._heard) == 1:
+            self._runtime.spawn(self._decide(), name="decide")
+
+    async def _decide(self) -> None:
+        """An error ends the process: its successor starts from what is stored."""
+        events, self._heard = self._heard, []
         if self._stopped:
             return
         started = time.perf_counter()
-        commands = self._scheduler.handle(event, self._loop.time())
+        commands = self._scheduler.handle_all(events, self._loop.time())
         DECISION_S.observe(time.perf_counter() - started)
         for command in commands:
             self._carry_out(command)
@@ -252,6 +262,8 @@ class SchedulerService:
         match command:
             case e.SendAssign():
                 self._spawn(self._assign(command), "assign", command.assign.request.request_id)
+            case e.SendRelease():
+                self._spawn(self._release(command), "release", command.release.request_id)
             case e.WriteRecord():
                 self._spawn(self._write(command), "write", command.record.request_id)
             case e.Purge():
@@ -278,28 +290,39 @@ class SchedulerService:
         self._runtime.spawn(work, name=name)
 
     async def _assign(self, command: e.SendAssign) -> None:
-        limit_s = self._config.assign_limit_s
         assign = command.assign
+        answer = await self._ask(subjects.assign(command.instance_id), assign, assign.request.request_id)
+        ANSWERS.labels(_label(answer)).inc()
+        if isinstance(answer, m.Accepted):
+            ATTEMPTS.labels(str(assign.attempt)).inc()
+        self._handle(e.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
+
+    async def _release(self, command: e.SendRelease) -> None:
+        release = command.release
+        answer = await self._ask(subjects.release(command.instance_id), release, release.request_id)
+        RELEASES.labels(_label(answer)).inc()
+        self._handle(e.ReleaseAnswered(command.instance_id, release.request_id, release.attempt, answer))
+
+    async def _ask(self, subject: str, message: m.Assign | m.Release, request_id: str) -> e.Answer:
+        """What the worker answers. An answer that cannot be read takes as long as none."""
+        limit_s = self._config.assign_limit_s
         earliest_repeat = self._loop.time() + limit_s
-        answer: Any
+        answer: e.Answer
         try:
             answer = await self._bus.request(
-                subjects.assign(command.instance_id),
-                assign,
+                subject,
+                message,
                 m.Accepted | m.Refused,  # type: ignore[arg-type]  # a union is a type to msgspec
                 limit_s=limit_s,
             )
         except NoResponder:
-            answer = "undelivered"
+            return "undelivered"
         except (BusTimeout, MalformedMessage):
             await asyncio.sleep(earliest_repeat - self._loop.time())
-            answer = "unanswered"
-        ANSWERS.labels(_label(answer)).inc()
-        if isinstance(answer, m.Accepted):
-            ATTEMPTS.labels(str(assign.attempt)).inc()
-        elif isinstance(answer, m.Refused):
-            logger.debug("%s refused %s: %s", command.instance_id, assign.request.request_id, answer)
-        self._handle(e.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
+            return "unanswered"
+        if isinstance(answer, m.Refused):
+            logger.debug("%s, %s is refused: %s", subject, request_id, answer)
+        return answer
 
     async def _write(self, command: e.WriteRecord) -> None:
         record = replace(command.record, written_at=time.time())
@@ -338,7 +361,7 @@ async def _stand_down(reason: str) -> None:
     raise Stop(3, f"another scheduler acts ({reason})")
 
 
-def _label(answer: m.Accepted | m.Refused | str) -> str:
+def _label(answer: e.Answer) -> str:
     match answer:
         case m.Accepted():
             return "accepted"
@@ -359,6 +382,8 @@ class _Brief:
         match command:
             case e.SendAssign(instance_id=instance_id, assign=assign):
                 what = f"{assign.request.request_id} to {instance_id}, attempt {assign.attempt}"
+            case e.SendRelease(instance_id=instance_id, release=release):
+                what = f"{release.request_id} by {instance_id}, attempt {release.attempt}"
             case e.WriteRecord(record=record):
                 what = f"{record.request_id} {record.state}, attempt {record.attempt}"
             case e.Purge() | e.SendCancel() | e.Wait():

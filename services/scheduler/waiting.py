@@ -1,8 +1,10 @@
 """The one queue of requests that wait for an instance. Pure.
 
 1. Time is cut into windows of `ageing_s`. Each window that a request has waited longer than another is worth one level
-   of priority; higher comes first. So low priority does not starve, and the order of two requests never changes.
-2. Then the earlier deadline; none is latest. Then the earlier arrival.
+   of priority; higher comes first. So low priority does not starve: whoever comes more than so many windows later as
+   there are levels between them comes behind.
+2. Then the earlier deadline; none is latest, and one that has passed counts as none: who cannot be in time any more
+   shall not make others late. Then the earlier arrival.
 """
 
 import math
@@ -22,6 +24,11 @@ class Rank(NamedTuple):
 def rank_of(*, priority: int, arrived_at: float, deadline: float | None, seq: int, ageing_s: float) -> Rank:
     window = math.floor(arrived_at / ageing_s)
     return Rank(window - priority, math.inf if deadline is None else deadline, seq)
+
+
+def rank_without_deadline(rank: Rank) -> Rank:
+    """Of a request whose deadline has passed."""
+    return rank._replace(deadline=math.inf)
 
 
 class WaitingQueue:
@@ -44,6 +51,10 @@ class WaitingQueue:
 
     def at(self, place: int) -> str:
         return self._entries[place][1]
+
+    def place_of(self, rank: Rank, request_id: str) -> int:
+        """How many wait ahead of it."""
+        return bisect_left(self._entries, (rank, request_id))
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -423,7 +423,7 @@ async def test_without_a_server_a_record_is_given_up_at_the_limit(nats_server: N
     started = time.monotonic()
     with pytest.raises(BusTimeout):
         await write_record(bus, make_record(), after_seq=0, limit_s=0.5)
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 1.9, "a try waits no longer than the limit"
 
 
 # --- the lease ----------------------------------------------------------------------------------------------------

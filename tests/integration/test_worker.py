@@ -320,7 +320,7 @@ async def test_a_drained_worker_hands_its_requests_back(stage: Stage) -> None:
         return m.Accepted()
 
     await stage.bus.respond(subjects.DRAIN, m.DrainNotice, agree)
-    process = await stage.worker("w-0")
+    process = await stage.worker("w-0", drain_limit_s=60)
     requests = [stage.served.request(number) for number in range(4)]
     for request in requests:
         await stage.assign("w-0", request)
@@ -330,6 +330,9 @@ async def test_a_drained_worker_hands_its_requests_back(stage: Stage) -> None:
     answer = await stage.assign("w-0", stage.served.request(9))
     assert isinstance(answer, m.Refused)
     assert answer.reason == "draining"
+    await until(lambda: notices, "it tells the scheduler")
+    for request in requests[:2]:
+        await stage.release("w-0", request.request_id)
     for request in requests:
         await until(
             lambda request=request: stage.history(request)[-1:] and stage.newest(request).state != "running", ""

@@ -17,6 +17,7 @@ PURE = sorted(
         SERVICES / "denoiser" / "run.py",
         SERVICES / "denoiser" / "worker_events.py",
         SERVICES / "gateway" / "stops.py",
+        SERVICES / "scheduler" / "admission.py",
         SERVICES / "scheduler" / "events.py",
         SERVICES / "scheduler" / "instances.py",
         SERVICES / "scheduler" / "waiting.py",

@@ -48,6 +48,7 @@ RECORD = m.ProgressRecord(
     started_at=1750000000.5,
     written_at=1750000001.0,
     fingerprint="body",
+    retry_after_s=1.5,
 )
 HELD = m.Held(request_id=REQUEST.request_id, attempt=2, canvas_tokens=100, block_size=32, cache="prefix", blocks_done=1)
 THRESHOLD = m.ThresholdEntry(request_id=REQUEST.request_id, attempt=2, threshold=0.6)

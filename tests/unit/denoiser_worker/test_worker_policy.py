@@ -513,7 +513,9 @@ def test_an_idle_worker_leaves_at_once(policy: WorkerPolicy) -> None:
     assert policy.handle(StopAsked(), 0.0) == [Exit(reason="drained", held=0)]
 
 
-def test_a_draining_worker_releases_what_it_holds_once_the_scheduler_agrees(policy: WorkerPolicy) -> None:
+def test_a_draining_worker_gives_back_what_the_scheduler_wants_and_at_half_of_its_limit_the_rest(
+    policy: WorkerPolicy,
+) -> None:
     policy.handle(make_assigned(), 0.0)
     policy.handle(make_assigned(make_request("r2")), 0.0)
     assert policy.handle(StopAsked(), 1.0) == [AskToDrain()]
@@ -521,11 +523,16 @@ def test_a_draining_worker_releases_what_it_holds_once_the_scheduler_agrees(poli
     assert policy.status(WALL).draining
     assert refusal(policy.handle(make_assigned(make_request("r3")), 1.0)).reason == "draining"
     assert policy.handle(make_assigned(make_request("r2")), 1.0) == [ACCEPTED], "it is held"
-    assert policy.handle(DrainAnswered(agreed=True), 1.1) == [LetGo(run_id="r1.1"), LetGo(run_id="r2.2")]
+    assert policy.handle(DrainAnswered(agreed=True), 1.1) == []
+    release = m.Release(epoch=5, attempt=1, request_id="r1")
+    assert policy.handle(release, 1.2) == [ACCEPTED, LetGo(run_id="r1.1")]
     assert policy.handle(Tick(), 2.5) == []
     first = only_write(policy.handle(make_step("r1.1", left=True), 2.6))
     assert store(policy, first, 3) == []
-    second = only_write(policy.handle(make_step("r2.2", left=True), 2.7))
+    assert policy.handle(Tick(), 15.9) == []
+    assert policy.handle(Tick(), 16.0) == [LetGo(run_id="r2.2")]
+    assert policy.handle(Tick(), 16.2) == []
+    second = only_write(policy.handle(make_step("r2.2", left=True), 16.3))
     assert store(policy, second, 4) == [Exit(reason="drained", held=0)]
 
 
@@ -546,7 +553,7 @@ def test_draining_has_a_limit(policy: WorkerPolicy) -> None:
     policy.handle(make_assigned(), 0.0)
     policy.handle(StopAsked(), 1.0)
     policy.handle(DrainAnswered(agreed=True), 1.1)
-    assert policy.handle(Tick(), 30.9) == []
+    assert policy.handle(Tick(), 30.9) == [LetGo(run_id="r1.1")]
     assert policy.handle(Tick(), 31.1) == [Exit(reason="drain_limit", held=1)]
 
 

@@ -83,6 +83,11 @@ class AnythingGoes(RuleBasedStateMachine):
     def deliver_assign(self, pick: int, fate: Any) -> None:
         self.world.deliver_assign(pick % len(self.world.assigns), fate)
 
+    @precondition(lambda self: self.world.releases)
+    @rule(pick=PICKS, fate=FATES)
+    def deliver_release(self, pick: int, fate: Any) -> None:
+        self.world.deliver_release(pick % len(self.world.releases), fate)
+
     @precondition(lambda self: self.world.answers)
     @rule(pick=PICKS)
     def deliver_answer(self, pick: int) -> None:
@@ -138,10 +143,10 @@ class AnythingGoes(RuleBasedStateMachine):
         worker.stopped = not worker.stopped
 
     @precondition(lambda self: self.live())
-    @rule(pick=PICKS, noticed=st.booleans())
-    def drain_worker(self, pick: int, noticed: bool) -> None:
+    @rule(pick=PICKS, noticed=st.booleans(), hands_back=st.booleans())
+    def drain_worker(self, pick: int, noticed: bool, hands_back: bool) -> None:
         worker = pick_of(self.live(), pick)
-        worker.draining = True
+        worker.draining, worker.hands_back = True, hands_back
         if noticed:
             self.world.tell(e.DrainAsked(worker.id))
 
@@ -182,13 +187,16 @@ def storm(world: World, rng: random.Random, num_steps: int) -> None:
                 worker = rng.choice(live)
                 worker.stopped = not worker.stopped
             case 8 if live and rng.random() < 0.3:
-                rng.choice(live).draining = True
+                worker = rng.choice(live)
+                worker.draining, worker.hands_back = True, rng.random() < 0.5
             case 9 if rng.random() < 0.3:
                 world.check_same_commands_again()
                 world.start_scheduler()
             case 10 if len(live) < 4:
                 world.add_worker()
-            case 11 if world.assigns:
+            case 11 if world.releases:
+                world.deliver_release(rng.randrange(len(world.releases)), rng.choice(["answer_lost", "lost"]))
+            case 14 if world.assigns:
                 world.deliver_assign(rng.randrange(len(world.assigns)), rng.choice(["answer_lost", "lost"]))
             case 12 if world.writes:
                 world.perform_write(rng.randrange(len(world.writes)), rng.choice(["answer_lost", "lost"]))
@@ -205,6 +213,7 @@ def work_a_little(world: World, rng: random.Random) -> None:
             world.tell(feed.popleft())  # type: ignore[arg-type]
     for things, act in (
         (world.assigns, lambda i: world.deliver_assign(i, "answered")),
+        (world.releases, lambda i: world.deliver_release(i, "answered")),
         (world.answers, world.deliver_answer),
         (world.writes, lambda i: world.perform_write(i, "answered")),
         (world.write_results, world.deliver_write_result),

@@ -1,8 +1,9 @@
 """A small model of everything around the scheduler: both streams with compare-and-set, workers, gateways, the network.
 
 It does nothing by itself: a test chooses what happens next, in any order that the real parts could show. What it
-asserts at once: no final record is followed by another one, no attempt is above the limit, no instance is assigned more
-than it can hold, and the same events give the same commands again.
+asserts at once: no final record is followed by another one, no attempt is above the limit, no instance is assigned or
+promised more than it can hold, no more moves are under way than may be, and the same events give the same commands
+again.
 """
 
 from collections import deque
@@ -27,6 +28,8 @@ class Run:
     assign: m.Assign
     seq: int  # that its next write continues from
     blocks_done: int
+    moves: int
+    letting_go: bool = False
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Worker:
     alive: bool = True
     stopped: bool = False  # SIGSTOP: it does nothing and answers nothing, but is there
     draining: bool = False
+    hands_back: bool = False  # what it holds, at its block's end: when it drains for long
     epoch: int = 0
     runs: dict[str, Run] = field(default_factory=dict)
     ended: set[tuple[str, int]] = field(default_factory=set)  # (request, attempt) that it has run to an end
@@ -62,7 +66,19 @@ class Worker:
         used = sum(run.assign.request.canvas_tokens for run in self.runs.values())
         if len(self.runs) >= self.max_requests or used + request.canvas_tokens > self.kv_tokens:
             return m.Refused(reason="kv_full")
-        self.runs[request.request_id] = Run(assign, assign.from_seq, assign.resume.blocks_done if assign.resume else 0)
+        resume = assign.resume or request.first_record
+        moves = resume.moves + (resume.holder not in ("", self.id))
+        self.runs[request.request_id] = Run(assign, assign.from_seq, resume.blocks_done, moves)
+        return m.Accepted()
+
+    def on_release(self, release: m.Release) -> m.Accepted | m.Refused:
+        if release.epoch < self.epoch:
+            return m.Refused(reason="stale_epoch", epoch=self.epoch)
+        self.epoch = release.epoch
+        run = self.runs.get(release.request_id)
+        if run is None or run.assign.attempt != release.attempt:
+            return m.Refused(reason="not_held")
+        run.letting_go = True
         return m.Accepted()
 
     def status(self) -> m.InstanceStatus:
@@ -93,7 +109,10 @@ class World:
         self.record_feed: deque[e.RecordSeen] = deque()
         self.core_feed: deque[e.Event] = deque()  # statuses and such: in order, may be lost
         self.assigns: list[e.SendAssign] = []
-        self.answers: list[tuple[int, e.AssignAnswered]] = []  # epoch of the scheduler that is to hear it
+        self.releases: list[e.SendRelease] = []
+        self.answers: list[
+            tuple[int, e.AssignAnswered | e.ReleaseAnswered]
+        ] = []  # epoch of the scheduler that is to hear it
         self.writes: list[tuple[int, e.WriteRecord]] = []
         self.write_results: list[tuple[int, e.Event]] = []
         self.purges: list[str] = []
@@ -132,8 +151,11 @@ class World:
         match command:
             case e.SendAssign():
                 assert command.assign.attempt <= MAX_ATTEMPTS
-                self._check_budget(command)
+                self._check_budget(command.instance_id)
                 self.assigns.append(command)
+            case e.SendRelease():
+                self._check_move(command)
+                self.releases.append(command)
             case e.WriteRecord():
                 assert command.record.attempt <= MAX_ATTEMPTS
                 if command.reason == "worker_lost":
@@ -158,8 +180,18 @@ class World:
         if last is not None and last.seq == command.after_seq and command.record.state == "released":
             assert command.record.attempt == last.record.attempt + 1
 
-    def _check_budget(self, command: e.SendAssign) -> None:
-        instance = self.scheduler._instances[command.instance_id]
+    def _check_move(self, command: e.SendRelease) -> None:
+        open_ = self.scheduler._open[command.release.request_id]
+        source = self.scheduler._instances[command.instance_id]
+        target = self.scheduler._instances[open_.moving_to]
+        assert open_.instance_id == source.id != target.id
+        assert not target.draining
+        self._check_budget(target.id)
+        most = self.scheduler.config.max_moves
+        assert command.reason == "drain" or (len(source.leaving) <= most and len(target.coming) <= most)
+
+    def _check_budget(self, instance_id: str) -> None:
+        instance = self.scheduler._instances[instance_id]
         assert len(instance.residents) + len(instance.foreign) <= instance.max_requests
         assert instance.tokens <= instance.kv_tokens
 
@@ -215,6 +247,19 @@ class World:
         event = e.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer)
         self.answers.append((assign.epoch, event))
 
+    def deliver_release(self, index: int, how: Delivery) -> None:
+        command = self.releases.pop(index)
+        worker, release = self.workers[command.instance_id], command.release
+        answer: Any = "unanswered"
+        if not worker.alive:
+            answer = "undelivered"
+        elif worker.acts and how != "lost":
+            answer = worker.on_release(release)
+            if how == "answer_lost":
+                answer = "unanswered"
+        event = e.ReleaseAnswered(command.instance_id, release.request_id, release.attempt, answer)
+        self.answers.append((release.epoch, event))
+
     def deliver_answer(self, index: int) -> None:
         epoch, event = self.answers.pop(index)
         if epoch == self._epoch:
@@ -261,18 +306,19 @@ class World:
             self.core_feed.append(e.StatusSeen(worker.status()))
 
     def finish_block(self, worker: Worker, request_id: str) -> None:
-        """Writes the record of one block more: final after the last, `released` where it drains."""
+        """Writes the record of one block more: final after the last, `released` where it was asked to."""
         run = worker.runs[request_id]
         request = run.assign.request
         run.blocks_done += 1
         last = run.blocks_done >= request.num_blocks
         record = make_record(
             request,
-            "finished" if last else "released" if worker.draining else "running",
+            "finished" if last else "released" if run.letting_go or worker.hands_back else "running",
             attempt=run.assign.attempt,
             holder=worker.id,
             epoch=run.assign.epoch,
             blocks_done=run.blocks_done,
+            moves=run.moves,
             written_at=self.now,
         )
         stored = self.append(record, run.seq)
@@ -300,6 +346,8 @@ class World:
         for _ in range(1000):
             if self.assigns:
                 self.deliver_assign(0, "answered")
+            elif self.releases:
+                self.deliver_release(0, "answered")
             elif self.answers:
                 self.deliver_answer(0)
             elif self.writes:
