@@ -71,6 +71,7 @@ class GenerateRequest(Message, frozen=True, kw_only=True):
     threshold: Probability | None = None  # the client's pin
     priority: int = 0  # higher is more urgent
     deadline_at: WallClock | None = None
+    watch: bool = False  # somebody looks on: each of its steps is told on `canvas.<request_id>`
     detached: bool = False  # runs on without its client and its gateway (Idempotency-Key)
     fingerprint: str = ""  # what answering the call again needs, its body's hash among it; for gateways alone
 
@@ -232,6 +233,22 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag="Report"):
     sent_at: WallClock
     entries: list[RequestReport]
     latency_ratio: Ratio = 1.0  # measured over profiled step latency, running median
+
+
+class CanvasStep(Message, frozen=True, kw_only=True):
+    """What one step of a watched request committed. `canvas.<request_id>`. May be lost; an attempt may revise it."""
+
+    request_id: Id
+    attempt: Positive
+    instance_id: Id
+    tp_degree: Positive
+    kind: Literal["recompute", "cache"]
+    block_index: Count
+    step: Count  # of the request, from 1, on all instances
+    threshold: Probability
+    positions: list[Count]  # in the output area; parallel with the next two
+    token_ids: list[TokenId]
+    confidences: list[Probability]
 
 
 class Held(Message, frozen=True, kw_only=True):

@@ -74,6 +74,10 @@ def report(instance_id: str) -> str:
     return f"report.{_token(instance_id)}"
 
 
+def canvas(request_id: str) -> str:
+    return f"canvas.{_token(request_id)}"
+
+
 def forecast(instance_id: str) -> str:
     return f"forecast.{_token(instance_id)}"
 
@@ -137,6 +141,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
     Channel("sched.drain", m.DrainNotice, "request", ("worker",), ("scheduler",)),
     Channel("report.*", m.Report, "publish", ("worker",), ("scheduler", "step-predictor", "threshold-controller")),
+    Channel("canvas.*", m.CanvasStep, "publish", ("worker",), ("gateway",)),
     Channel("forecast.*", m.Forecast, "publish", ("step-predictor",), ("threshold-controller",)),
     Channel("load.state", m.LoadState, "publish", ("threshold-controller",), ("scheduler",)),
     Channel(

@@ -163,6 +163,22 @@ class Run:
             ends_in_block=first_eos is not None,
         )
 
+    def canvas_step(self, step: Stepped) -> m.CanvasStep:
+        """A step that is not noted yet, for who looks on."""
+        return m.CanvasStep(
+            request_id=self.request.request_id,
+            attempt=self.attempt,
+            instance_id=self.instance.instance_id,
+            tp_degree=self.instance.tp_degree,
+            kind=step.kind,
+            block_index=step.block_index,
+            step=self.steps_before + self.steps_in_block + 1,
+            threshold=step.threshold,
+            positions=step.positions,
+            token_ids=step.token_ids,
+            confidences=[_probability(confidence) for confidence in step.confidences],
+        )
+
     def held(self) -> m.Held:
         """What a status says about it."""
         return m.Held(

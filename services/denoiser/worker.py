@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
@@ -36,6 +37,7 @@ from services.denoiser.worker_events import (
     GiveUp,
     LetGo,
     PassTimed,
+    Show,
     Stepped,
     StopAsked,
     Stored,
@@ -69,6 +71,7 @@ HELD = Gauge("tediserve_worker_requests_held", "Requests held, those with a last
 _WRITE_LIMIT_S = 5.0  # then the newest record takes the place of the one that could not be stored
 _DRAIN_ASK_LIMIT_S = 1.0
 _TICK_S = 0.2
+_MAX_SHOWN = 1000  # steps of watched requests that wait for the socket; then the oldest are lost
 _STOP_LIMIT_S = 5.0
 
 
@@ -93,6 +96,7 @@ class Worker:
         self._exit: asyncio.Future[None] = self._loop.create_future()  # done: leave; an exception: the engine failed
         self._news = asyncio.Event()
         self._reportable = asyncio.Event()
+        self._shown: deque[m.CanvasStep] = deque(maxlen=_MAX_SHOWN)
         self._hot_loop = HotLoop(
             self._build_engine,
             on_ready=lambda engine: self._from_hot_loop(self._engine.set_result, engine),
@@ -276,6 +280,8 @@ class Worker:
                 self._hot_loop.tell(command)
             case Write():
                 self._runtime.spawn(self._write(command), name=f"record of {command.run_id}")
+            case Show(step):
+                self._shown.append(step)  # the reports' turn comes next, and this one's with it
             case AskToDrain():
                 self._runtime.spawn(self._ask_to_drain(), name="drain notice")
             case GiveUp():
@@ -328,6 +334,9 @@ class Worker:
             self._reportable.clear()
             if report := self._policy.take_report(time.time()):
                 await self._bus.publish(subject, report)
+            while self._shown:
+                step = self._shown.popleft()
+                await self._bus.publish(subjects.canvas(step.request_id), step)
 
     # --- the hot loop's thread ------------------------------------------------------------------------------------
 

@@ -169,6 +169,12 @@ class Write(Command, frozen=True, kw_only=True):
     trace: str
 
 
+class Show(Command, frozen=True, kw_only=True):
+    """Tell who looks on."""
+
+    step: m.CanvasStep
+
+
 class AskToDrain(Command, frozen=True, kw_only=True):
     """Ask the scheduler to take the requests over."""
 
@@ -186,4 +192,4 @@ class Exit(Command, frozen=True, kw_only=True):
     held: int  # requests left behind
 
 
-WorkerCommand: TypeAlias = Answer | Admit | Drop | Turn | LetGo | Write | AskToDrain | GiveUp | Exit
+WorkerCommand: TypeAlias = Answer | Admit | Drop | Turn | LetGo | Write | Show | AskToDrain | GiveUp | Exit

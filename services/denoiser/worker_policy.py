@@ -26,6 +26,8 @@ Latency ratio:
 10. Measured over profiled step latency, the median of the passes of the last `RATIO_S`, or of the last few where passes
    are slow; all are forgotten after a pause of `RATIO_S`. 1 is said while they are too few and too short: a few cold
    passes would else keep all work away, and so the passes that correct them.
+Watching:
+11. Each step of a request that somebody looks at is told, commits and all; of the others only the reports.
 """
 
 from collections import deque
@@ -50,6 +52,7 @@ from services.denoiser.worker_events import (
     LetGo,
     PassTimed,
     Rejected,
+    Show,
     Stepped,
     StopAsked,
     Stored,
@@ -376,8 +379,12 @@ class WorkerPolicy:
         run = self._runs.get(step.run_id)
         if run is None or run.over:  # dropped while the pass ran
             return []
+        shown: list[WorkerCommand] = [Show(step=run.canvas_step(step))] if run.request.watch else []
         run.note(step)
         self._news[run.run_id] = run
+        return [*shown, *self._record_step(run, step, now)]
+
+    def _record_step(self, run: Run, step: Stepped, now: float) -> list[WorkerCommand]:
         if step.finish:
             return self._end(run, run.record("finished", now, finish=step.finish))
         if step.left:

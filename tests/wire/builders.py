@@ -23,6 +23,7 @@ REQUEST = m.GenerateRequest(
     priority=-1,
     deadline_at=1750000002.5,
     detached=True,
+    watch=True,
     fingerprint="body",
 )
 BLOCK = m.BlockCost(
@@ -114,6 +115,19 @@ EXAMPLES: tuple[msgspec.Struct, ...] = (
     m.Thresholds(entries=[THRESHOLD]),
     REQUEST_REPORT,
     m.Report(instance_id="node-0-aa", sent_at=1750000001.0, entries=[REQUEST_REPORT], latency_ratio=1.25),
+    m.CanvasStep(
+        request_id=REQUEST.request_id,
+        attempt=2,
+        instance_id="node-0-aa",
+        tp_degree=2,
+        kind="cache",
+        block_index=1,
+        step=12,
+        threshold=0.9,
+        positions=[32, 40],
+        token_ids=[7, 126335],
+        confidences=[0.9375, 1.0],
+    ),
     REQUEST_FORECAST,
     m.Forecast(instance_id="node-0-aa", sent_at=1750000001.0, thresholds=(0.5, 0.9), entries=[REQUEST_FORECAST]),
     CAP,

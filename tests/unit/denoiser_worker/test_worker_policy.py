@@ -19,6 +19,7 @@ from services.denoiser.worker_events import (
     LetGo,
     PassTimed,
     Rejected,
+    Show,
     StopAsked,
     Stored,
     Tick,
@@ -712,3 +713,30 @@ def test_passes_before_a_pause_do_not_count_after_it(measuring: WorkerPolicy) ->
     assert measuring.latency_ratio == 1.0
     timed(measuring, 31, seconds=0.01, now=15.1)
     assert measuring.latency_ratio == pytest.approx(1.0)
+
+
+def test_the_steps_of_a_watched_request_are_shown_and_of_no_other(policy: WorkerPolicy) -> None:
+    policy.handle(make_assigned(make_request("r1", watch=True)), 0.0)
+    policy.handle(make_assigned(make_request("r2")), 0.0)
+    assert [type(command) for command in policy.handle(make_step("r2.2"), 1.0)] == [Write]
+    step = make_step("r1.1", confidences=[0.5, 0.6, 0.7, float("nan")])
+    shown, write = policy.handle(step, 1.0)
+    assert isinstance(write, Write)
+    assert shown == Show(
+        step=m.CanvasStep(
+            request_id="r1",
+            attempt=1,
+            instance_id=policy.instance.instance_id,
+            tp_degree=policy.instance.tp_degree,
+            kind="recompute",
+            block_index=0,
+            step=1,
+            threshold=0.9,
+            positions=step.positions,
+            token_ids=step.token_ids,
+            confidences=[0.5, 0.6, 0.7, 0.0],
+        )
+    )
+    last, *_ = policy.handle(last_step("r1.1"), 1.2)
+    assert isinstance(last, Show)
+    assert (last.step.step, last.step.block_index) == (2, 1)
