@@ -21,49 +21,16 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from services.reconfigurator.demand import Demand, Option, StepKind, kinds
+from services.reconfigurator.demand import Demand, Option, kinds
 from services.reconfigurator.milp import Model, Solution, Solver, Status, Terms, scaled, total, value_of
+from services.reconfigurator.plan import ClassFigures, DegreeFigures, Figures, Layout, StepKind
 from services.reconfigurator.problem import Problem
 
-Layout = dict[int, int]  # TP degree -> instances, ascending, without zeros
 Batches = dict[tuple[StepKind, int], int]  # of a degree's passes of a kind: tokens
 
 _SLACK = 1e-7  # between one solve's optimum and the row that keeps it in the next
 _NO_STEPS = 1e-7  # steps of a request that are none
 _MARGIN = 1e-6  # relative, by which stability may be missed through rounding
-
-
-class ClassFigures(NamedTuple):
-    """What a class gets."""
-
-    name: str
-    mean_threshold: float
-    latency_s: float
-    slo_s: float | None
-    share_by_degree: dict[int, float]  # of its steps
-
-
-class DegreeFigures(NamedTuple):
-    """What a TP degree does."""
-
-    tp_degree: int
-    instances: int
-    load: float  # instance-seconds a second
-    batch_tokens: dict[StepKind, int]  # most used; with time sharing there may be others
-
-    @property
-    def utilisation(self) -> float:
-        return self.load / self.instances if self.instances else 0.0
-
-
-class Figures(NamedTuple):
-    """The objective's parts for a layout, and what they are made of."""
-
-    mean_threshold: float
-    mean_latency_s: float
-    busiest: float  # highest utilisation of a degree
-    classes: tuple[ClassFigures, ...]
-    degrees: tuple[DegreeFigures, ...]
 
 
 class Capacity(NamedTuple):
@@ -81,11 +48,11 @@ def plan_capacity(problem: Problem, demands: tuple[Demand, ...], solver: Solver,
     return _Stage1(problem, demands, solver, time_limit_s).best_layout()
 
 
-def figures_of(
+def assess(
     problem: Problem, demands: tuple[Demand, ...], layout: Layout, solver: Solver, time_limit_s: float
-) -> Figures | None:
-    """What a given layout can reach; None if it breaks a promise or is overloaded. Raises SolverFault."""
-    return _Stage1(problem, demands, solver, time_limit_s).best_use_of(layout).figures
+) -> Capacity:
+    """What a given layout can reach; `infeasible` if it breaks a promise or is overloaded. Raises SolverFault."""
+    return _Stage1(problem, demands, solver, time_limit_s).best_use_of(layout)
 
 
 def broken_promises(
@@ -432,7 +399,9 @@ class _Use(NamedTuple):
     def figures(self, layout: Layout) -> Figures:
         program, values = self.program, self.solution.values
         degrees = tuple(
-            DegreeFigures(degree, count, self.load(degree), self._batch_tokens(degree))
+            DegreeFigures(
+                tp_degree=degree, instances=count, load=self.load(degree), batch_tokens=self._batch_tokens(degree)
+            )
             for degree, count in layout.items()
         )
         return Figures(

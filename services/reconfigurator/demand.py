@@ -9,12 +9,11 @@
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from services.costs import DegreeProfile, step_load
+from services.reconfigurator.plan import StepKind
 from services.reconfigurator.problem import Problem, RequestClass
-
-StepKind = Literal["recompute", "cache"]
 
 DEFAULT_BATCH_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 

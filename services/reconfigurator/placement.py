@@ -1,7 +1,7 @@
-"""Stage 2: on which devices the instances go, so that as many as possible run on undisturbed (the paper's section 3.3).
+"""Stage 2: on which devices the instances go, so that most of them run on undisturbed (the paper's section 3.3).
 
-1. An instance is kept if its TP degree is planned and it stays on exactly its devices. Most kept instances win; of equally
-   many, those on most devices.
+1. An instance is kept if its TP degree is planned and it stays on exactly its devices. Most kept instances win; of
+   equally many, those on most devices.
 2. Devices of a node are interchangeable, so a node that runs h instances of a degree and is given r keeps min(h, r) of
    them. Nodes of the same size that run the same are interchangeable too: what is decided is how many nodes of a kind
    get a pattern, at any size of the cluster.
@@ -12,24 +12,12 @@
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
-from contracts.messages import Id
-from services.reconfigurator.capacity import Layout, patterns
+from services.reconfigurator.capacity import patterns
 from services.reconfigurator.milp import Model, Solver
+from services.reconfigurator.plan import Layout, Placed
 from services.reconfigurator.problem import Instance, Node, Problem
 
 Pattern = tuple[int, ...]  # instances of each degree, ascending
-
-
-class Placed(NamedTuple):
-    """An instance as planned. Kept ones have their id; new ones have none yet."""
-
-    node_id: Id
-    devices: tuple[int, ...]
-    instance_id: str = ""
-
-    @property
-    def tp_degree(self) -> int:
-        return len(self.devices)
 
 
 class _Kind(NamedTuple):
@@ -59,6 +47,11 @@ def place(problem: Problem, layout: Layout, solver: Solver, time_limit_s: float)
             placed += _on_node(node, running[node.node_id], dict(zip(degrees, pattern, strict=True)))
     assert Counter(one.tp_degree for one in placed) == Counter(layout), "a placement holds the layout"
     return tuple(sorted(placed))
+
+
+def as_it_runs(instance: Instance) -> Placed:
+    """An instance that is kept."""
+    return Placed(node_id=instance.node_id, devices=instance.devices, instance_id=instance.instance_id)
 
 
 def _kinds(problem: Problem, degrees: tuple[int, ...]) -> dict[_Kind, list[Node]]:
@@ -110,10 +103,10 @@ def _on_node(node: Node, running: list[Instance], wanted: dict[int, int]) -> lis
     for instance in sorted(running, key=lambda one: min(one.devices)):
         if wanted.get(instance.tp_degree, 0) > 0:
             wanted[instance.tp_degree] -= 1
-            kept.append(Placed(node.node_id, instance.devices, instance.instance_id))
+            kept.append(as_it_runs(instance))
         else:
             stopped.append(instance)
-    return kept + [Placed(node.node_id, devices) for devices in _divide(node, kept, stopped, wanted)]
+    return kept + [Placed(node_id=node.node_id, devices=devices) for devices in _divide(node, kept, stopped, wanted)]
 
 
 def _divide(node: Node, kept: list[Placed], stopped: list[Instance], wanted: dict[int, int]) -> list[tuple[int, ...]]:

@@ -84,7 +84,10 @@ class Planning(_Part, frozen=True, kw_only=True):
     max_utilisation: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.85  # rho; 1 lets a degree fill up, and queues with it
     threshold_tolerance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.01  # of mean threshold, given away for latency
     time_sharing: bool = False  # a degree may mix batch sizes: far quicker to solve, and a little optimistic
-    min_gain: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.1  # a change must be this many times better than today
+    # New layouts are planned for so many times the rates, today's is judged at the rates as they are: a load that sways
+    # by less does not turn the layout back and forth.
+    headroom: Annotated[float, Meta(ge=1.0, le=10.0)] = 1.0
+    min_gain: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.1  # a change must be better than today's layout by this share
     solver: SolverName = "auto"  # auto and gurobi: Gurobi where it is installed and licensed for the size, else HiGHS
     time_limit_s: PositiveSeconds = 10.0  # of both stages together; then the best plan so far
 
