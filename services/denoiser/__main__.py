@@ -7,6 +7,8 @@ import signal
 import sys
 from functools import partial
 
+from msgspec.structs import replace
+
 from services import runtime
 from services.denoiser.config import AgentConfig, WorkerConfig
 from services.denoiser.spawn import start_ranks
@@ -60,6 +62,8 @@ def run_worker() -> None:
         tie_to_parent(int(agent_pid))
     config = load_section(WorkerConfig, "worker")
     profile = load_profile(config.profile)  # a mistake in it is told before torch has loaded
+    if config.tp_degree:
+        profile = replace(profile, engine=replace(profile.engine, tp_degree=config.tp_degree))
     name = f"worker {config.instance_id}".strip()
     ranks = start_ranks(profile.engine.tp_degree, name=name)
     from services.denoiser.worker import serve

@@ -163,7 +163,7 @@ class Worker:
                 future.result()
 
     async def _begin(self, engine: Engine) -> None:
-        instance_id = self._config.instance_id or fresh_instance_id(self._config.node_id or default_node_id())
+        instance_id = self._config.instance_id or fresh_instance_id(f"{self._config.node_id or default_node_id()}-0")
         instance = describe(
             engine,
             self._profile,

@@ -34,6 +34,10 @@ PURE = {
         (AgentConfig, "agent", "WORKERS", "-1"),
         (AgentConfig, "agent", "STOP_LIMIT_S", "-3"),
         (AgentConfig, "agent", "BACKOFF_LIMIT_S", "nan"),
+        (WorkerConfig, "worker", "TP_DEGREE", "-1"),
+        (AgentConfig, "agent", "DEVICES", "tpu"),
+        (AgentConfig, "agent", "DEVICES", "cuda:"),
+        (AgentConfig, "agent", "DEVICES", "cpu:0,1,0"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(config: type, section: str, key: str, value: str) -> None:
@@ -48,7 +52,7 @@ def test_the_defaults_are_right() -> None:
 
 
 def test_instance_ids_are_fresh_and_can_be_part_of_a_subject() -> None:
-    ids = {fresh_instance_id(default_node_id(), 3) for _ in range(20)}
+    ids = {fresh_instance_id(f"{default_node_id()}-3") for _ in range(20)}
     assert len(ids) == 20
     for instance_id in ids:
         WorkerConfig(instance_id=instance_id)
