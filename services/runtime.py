@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from prometheus_client import start_http_server
 
+from services import telemetry
 from services.bus import Bus, BusTimeout, NatsSettings, trace_parent
 from services.settings import ConfigError, load_section
 
@@ -108,10 +109,15 @@ def main(name: str, serve: Callable[[Runtime], Awaitable[None]], *, metrics_port
     try:
         set_up_logging(name)
         nats_settings = load_section(NatsSettings, "nats")
+        telemetry.set_up(name, load_section(telemetry.TelemetrySettings, "telemetry"))
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(asyncio.run(_run(name, serve, nats_settings, metrics_port)))
+    try:
+        exit_code = asyncio.run(_run(name, serve, nats_settings, metrics_port))
+    finally:
+        telemetry.shut_down()
+    sys.exit(exit_code)
 
 
 async def _run(

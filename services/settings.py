@@ -1,8 +1,8 @@
 """Configuration: one TOML file for the deployment, overridden by the environment, checked at start.
 
 `TEDISERVE_CONFIG` names the file (default: `tediserve.toml` in the working directory, if it is there). Each service
-reads the table of its own name besides `[nats]` and `[log]`; `TEDISERVE_GATEWAY_PORT=8080` overrides `port` in
-`[gateway]`. A table, key or variable that nobody reads is refused: it is most likely a slip of the pen.
+reads the table of its own name besides `[nats]`, `[log]` and `[telemetry]`; `TEDISERVE_GATEWAY_PORT=8080` overrides
+`port` in `[gateway]`. A table, key or variable that nobody reads is refused: it is most likely a slip of the pen.
 """
 
 import os
@@ -20,6 +20,7 @@ PREFIX = "TEDISERVE_"
 SECTIONS = (
     "nats",
     "log",
+    "telemetry",
     "gateway",
     "scheduler",
     "step_predictor",
