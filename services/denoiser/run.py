@@ -155,7 +155,7 @@ class Run:
             tokens_committed=len(confidences),
             tokens_committed_in_block=len(self.block),
             threshold=self.threshold,
-            confidence=_five_numbers(confidences),
+            confidence=five_numbers(confidences),
             next_recompute=self.request.cache == "none" or self.steps_in_block == 0,
             finished=self.finished,
             prompt_tokens=len(self.request.prompt_ids),
@@ -200,7 +200,7 @@ def _padded(confidences: list[float], length: int) -> list[float]:
     return (confidences + [0.0] * length)[:length]
 
 
-def _five_numbers(values: list[float]) -> tuple[float, float, float, float, float]:
+def five_numbers(values: list[float]) -> tuple[float, float, float, float, float]:
     """Minimum, quartiles and maximum, interpolated linearly; zeros for no values."""
     if not values:
         return (0.0, 0.0, 0.0, 0.0, 0.0)

@@ -15,6 +15,7 @@ confidences decide as the live ones did.
 """
 # ruff: noqa: N815 -- array names end in their shape
 
+import copy
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -176,6 +177,22 @@ class Replay:
         """How far it is, as a schedule asks for it."""
         in_block = 0 if self.finished else int((self._canvas_B != _MASKED).sum())
         return Progress(self.steps, self._block_index, len(self.output_ids) + in_block)
+
+    @property
+    def tokens_left_in_block(self) -> int:
+        """Positions that the current block still commits; nothing behind its first EOS is."""
+        return 0 if self.finished else int(self._eligible_B.sum())
+
+    @property
+    def ends_in_block(self) -> bool:
+        """The current block holds an EOS, so it is the last one."""
+        return bool(self._eos_B.any())
+
+    def copy(self) -> "Replay":
+        """One that goes its own way from here."""
+        other = copy.copy(self)
+        other.output_ids, other._eos_B = list(self.output_ids), self._eos_B.copy()  # the others are never changed
+        return other
 
     def step(self, threshold: float) -> ReplayedStep:
         """The next step with this threshold."""

@@ -9,7 +9,7 @@ import pytest
 
 from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
 from services.denoiser.loader import load_model
-from services.denoiser.run import _five_numbers
+from services.denoiser.run import five_numbers
 from services.profile import load_profile
 from services.settings import ConfigError
 from tools.tiny_model.tasks import is_held_out, sample
@@ -121,7 +121,7 @@ def test_the_report_of_each_step_is_the_workers(traces: Traces, profile: Path) -
             in_block = [] if live.block_done else in_block + live.commits.confidences
             known = engine.output_confidences("a") + in_block
             assert run.tokens_committed_S[step] == len(known)
-            assert run.confidence_S5[step] == pytest.approx(_five_numbers(known), abs=1e-5)
+            assert run.confidence_S5[step] == pytest.approx(five_numbers(known), abs=1e-5)
         assert live.finished == run.finish
         assert engine.output_ids("a") == run.output_T.tolist()
         assert run.prompt_tokens == len(ids)

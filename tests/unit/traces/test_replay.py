@@ -193,3 +193,31 @@ def test_whatever_the_thresholds_every_step_commits_and_the_request_ends(
     assert len(found.output_ids) <= recording.max_tokens
     assert sum(step.kind == "recompute" for step in steps) == len({step.block_index for step in steps})
     assert all(np.diff([step.block_index for step in steps]) >= 0)
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    quick = make_run([(0, 0.5, [(n, 80 + n, 0.55, True) for n in range(4)])], [80, 81, 82, 83])
+    original = Behaviour([SLOW, quick], make_recording()).start()
+    original.step(0.9)
+    other = original.copy()
+    other.step(0.1)
+    assert (other.finished, other.tokens_left_in_block) == ("length", 0)
+    assert (original.finished, original.tokens_left_in_block, original.output_ids) == (None, 2, [])
+    original.step(0.9)
+    original.step(0.9)
+    assert original.output_ids == SLOW.output_T.tolist()
+
+
+def test_nothing_behind_an_eos_is_left_in_its_block() -> None:
+    run = make_run(
+        [
+            (0, 0.9, [(0, 50, 0.3, False), (1, 51, 0.6, False), (2, EOS, 0.95, True), (3, 53, 0.2, False)]),
+            (0, 0.9, [(0, 60, 0.95, True), (1, 51, 0.91, True)]),
+        ],
+        [60, 51],
+        finish="eos",
+    )
+    found = Behaviour([run], make_recording()).start()
+    assert (found.tokens_left_in_block, found.ends_in_block) == (4, False)
+    found.step(0.9)
+    assert (found.tokens_left_in_block, found.ends_in_block) == (2, True)

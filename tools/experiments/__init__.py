@@ -1,0 +1,1 @@
+"""The paper's experiments in the simulator, beside what its authors published."""
