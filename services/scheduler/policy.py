@@ -517,6 +517,7 @@ class Scheduler:
     def _leave_queue(self, open_: _Open) -> None:
         if self._queue.holds(open_.rank, open_.id):
             self._queue.remove(open_.rank, open_.id)
+            self._balance_changed = True
 
     def _tell_who_waits(self) -> None:
         for request_id in self._joined:
@@ -646,7 +647,6 @@ class Scheduler:
         open_.maybe_held = False
         open_.overtaken = 0
         instance.hold(open_.id, open_.resident)
-        self._balance_changed = True
         if open_.record is None:
             self._send_assign(open_, "new", now)
         elif moved:
@@ -846,6 +846,7 @@ class Scheduler:
                 return
             case m.Refused(reason="stale_epoch"):
                 self._do(StandDown())
+                return
         is_current = open_ is not None and (open_.instance_id, open_.attempt) == (event.instance_id, event.attempt)
         if open_ is not None and instance is not None and is_current:
             self._stay(open_, instance)

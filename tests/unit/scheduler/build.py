@@ -1,6 +1,7 @@
 """Short ways to make what the scheduler's tests need. Times are small numbers on the policy's own clock."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from contracts import messages as m
 from services.costs import LatencyProfile, PassCost
@@ -11,6 +12,7 @@ from services.scheduler.policy import Scheduler
 from tests import builders
 from tests.builders import BLOCK, MODEL
 
+Make: TypeAlias = Callable[..., Scheduler]  # the fixture `make`
 EPOCH = 7
 PROFILE = Profile(
     model=MODEL,
@@ -47,6 +49,7 @@ def seen(
     expires_at: float = 100.0,
     deadline: float | None = None,
 ) -> e.RequestSeen:
+    """On a clock that is 1000 s behind the wall clock."""
     if isinstance(request, str):
         request = make_request(request)
     return e.RequestSeen(request, seq, arrived_at, expires_at, deadline)
@@ -77,6 +80,36 @@ def answered(answer: Any, request_id: str = "r1", instance_id: str = "a", attemp
     return e.AssignAnswered(instance_id, request_id, attempt, answer)
 
 
+def release_answered(
+    answer: Any, request_id: str = "r1", instance_id: str = "a", attempt: int = 1
+) -> e.ReleaseAnswered:
+    """As `answered`, of a release."""
+    assign = answered(answer, request_id, instance_id, attempt)
+    return e.ReleaseAnswered(assign.instance_id, assign.request_id, assign.attempt, assign.answer)
+
+
+def released(
+    instance_id: str = "a", request_id: str = "r1", reason: e.ReleaseReason = "faster", attempt: int = 1
+) -> e.SendRelease:
+    """The command that is expected."""
+    return e.SendRelease(instance_id, m.Release(epoch=EPOCH, attempt=attempt, request_id=request_id), reason)
+
+
+def load_state(caps: dict[int, float] | None = None, **fields: Any) -> e.LoadStateSeen:
+    """`caps`: by priority. One instance, ten open requests of a second each."""
+    defaults: dict[str, Any] = {
+        "sent_at": 0.0,
+        "horizon_s": 10.0,
+        "demand_s": 10.0,
+        "capacity_s": 10.0,
+        "num_open": 10,
+        "num_hopeless": 0,
+        "floor_s": 10.0,
+    }
+    listed = [m.PriorityCap(priority=p, threshold=t) for p, t in sorted((caps or {}).items(), reverse=True)]
+    return e.LoadStateSeen(m.LoadState(caps=listed, **(defaults | fields)))
+
+
 def assigned(
     instance_id: str = "a",
     request: m.GenerateRequest | str = "r1",
@@ -86,12 +119,13 @@ def assigned(
     resume: m.ProgressRecord | None = None,
     from_seq: int = 0,
     epoch: int = EPOCH,
+    threshold: float = PROFILE.decoding.threshold,
 ) -> e.SendAssign:
     """The command that is expected."""
     if isinstance(request, str):
         request = make_request(request)
-    pin = request.threshold
-    threshold = PROFILE.decoding.threshold if pin is None else pin
+    if request.threshold is not None:
+        threshold = request.threshold
     assign = m.Assign(
         epoch=epoch, attempt=attempt, request=request, threshold=threshold, resume=resume, from_seq=from_seq
     )
@@ -118,6 +152,11 @@ def stored(command: e.Command, seq: int) -> e.RecordSeen:
     return e.RecordSeen(command.record, seq)
 
 
+def releases(commands: list[e.Command]) -> list[tuple[str, str]]:
+    """(request, its holder) of the releases among the commands."""
+    return [(c.release.request_id, c.instance_id) for c in commands if isinstance(c, e.SendRelease)]
+
+
 def placements(commands: list[e.Command]) -> list[tuple[str, str]]:
     """(request, instance) of the assignments among the commands."""
     return [(c.assign.request.request_id, c.instance_id) for c in commands if isinstance(c, e.SendAssign)]
@@ -126,3 +165,15 @@ def placements(commands: list[e.Command]) -> list[tuple[str, str]]:
 def but_wakes(commands: list[e.Command]) -> list[e.Command]:
     """All but WakeAt and AskStatus, for tests that are not about time and silence."""
     return [command for command in commands if not isinstance(command, e.WakeAt | e.AskStatus)]
+
+
+def run(scheduler: Scheduler, now: float, *events: e.Event) -> list[e.Command]:
+    """The commands that these events give, without WakeAt and AskStatus."""
+    return but_wakes([command for event in events for command in scheduler.handle(event, now)])
+
+
+def running(scheduler: Scheduler, request_id: str = "r1", instance_id: str = "a", now: float = 0.0) -> None:
+    """Sees the instance, places the request there (it must be where it goes) and has it accepted."""
+    run(scheduler, now, status(instance_id))
+    assert placements(run(scheduler, now, seen(request_id))) == [(request_id, instance_id)]
+    run(scheduler, now, answered("accepted", request_id, instance_id))

@@ -1,61 +1,29 @@
 """The scheduler's rules, one by one: events with times in, the whole command list out."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
 from services.profile import EngineSection
 from services.scheduler import events as e
-from services.scheduler.policy import Scheduler
 from tests.unit.scheduler.build import (
     EPOCH,
     FLAT,
     PROFILE,
+    Make,
     answered,
     assigned,
     but_wakes,
     held,
-    make_acting,
     make_record,
     make_request,
-    make_scheduler,
     placements,
+    run,
+    running,
     seen,
     status,
     stored,
     written,
 )
-
-Make = Callable[..., Scheduler]
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Makes schedulers whose invariants are checked after the test, whatever it was about."""
-    made: list[Scheduler] = []
-
-    def make_one(fresh: bool = False, **settings: Any) -> Scheduler:
-        made.append(make_scheduler(**settings) if fresh else make_acting(**settings))
-        return made[-1]
-
-    yield make_one
-    for scheduler in made:
-        scheduler.check_invariants()
-
-
-def run(scheduler: Scheduler, now: float, *events: e.Event) -> list[e.Command]:
-    """The commands that these events give, without WakeAt and AskStatus."""
-    return but_wakes([command for event in events for command in scheduler.handle(event, now)])
-
-
-def running(scheduler: Scheduler, request_id: str = "r1", instance_id: str = "a", now: float = 0.0) -> None:
-    """Sees the instance, places the request there (it must be where it goes) and has it accepted."""
-    run(scheduler, now, status(instance_id))
-    assert placements(run(scheduler, now, seen(request_id))) == [(request_id, instance_id)]
-    run(scheduler, now, answered("accepted", request_id, instance_id))
-
 
 # --- rule 1: the record is the truth ------------------------------------------------------------------------------
 
