@@ -72,38 +72,32 @@ def _number(slot_id: str) -> int:
     return int(last) if last.isdecimal() and last.isascii() else 0
 
 
-def begin(plan: m.ClusterPlan, places: Iterable[Place], reason: str, now: float, profile: str = "") -> m.ClusterPlan:
-    """The plan with these places as its target; nodes that have none of them become empty.
+def begin(plan: m.ClusterPlan, places: Iterable[Place], reason: str, now: float) -> m.ClusterPlan:
+    """The plan with these places as its target; nodes that have none of them become empty. What is there stays itself.
 
     Raises ValueError where a node is not in the plan, or a device is wanted twice.
     """
     assert plan.rollout is None, "one rollout after the other"
-    by_node: dict[str, list[tuple[int, ...]]] = {node.node_id: [] for node in plan.nodes}
+    wanted: dict[str, list[tuple[int, ...]]] = {node.node_id: [] for node in plan.nodes}
     for place in sorted(places):
-        if place.node_id not in by_node:
+        if place.node_id not in wanted:
             raise ValueError(f"node {place.node_id} is not in the plan")
-        by_node[place.node_id].append(tuple(sorted(place.devices)))
+        wanted[place.node_id].append(tuple(sorted(place.devices)))
     next_slot, target = plan.next_slot, []
     for node in plan.nodes:
-        _check_devices(node.node_id, by_node[node.node_id])
-        kept = {tuple(sorted(i.devices)): i for i in node.instances if not profile or i.profile in ("", profile)}
-        wanted = []
-        for devices in by_node[node.node_id]:
-            if devices in kept:
-                wanted.append(kept[devices])
-                continue
-            slot_id = f"{node.node_id}-{next_slot}"
-            wanted.append(_new_instance(slot_id, devices, profile))
-            next_slot += 1
-        target.append(m.NodePlan(node_id=node.node_id, instances=wanted))
+        _check_devices(node.node_id, wanted[node.node_id])
+        there = {tuple(sorted(instance.devices)): instance for instance in node.instances}
+        instances = []
+        for devices in wanted[node.node_id]:
+            if devices not in there:
+                slot_id, next_slot = f"{node.node_id}-{next_slot}", next_slot + 1
+                there[devices] = m.PlannedInstance(slot_id=slot_id, tp_degree=len(devices), devices=list(devices))
+            instances.append(there[devices])
+        target.append(m.NodePlan(node_id=node.node_id, instances=instances))
     rollout = m.Rollout(target=target, reason=reason, began_at=now)
     return replace(
         plan, revision=plan.revision + 1, written_at=now, reason=reason, next_slot=next_slot, rollout=rollout
     )
-
-
-def _new_instance(slot_id: str, devices: tuple[int, ...], profile: str) -> m.PlannedInstance:
-    return m.PlannedInstance(slot_id=slot_id, tp_degree=len(devices), devices=list(devices), profile=profile)
 
 
 def _check_devices(node_id: str, wanted: Sequence[tuple[int, ...]]) -> None:
@@ -147,7 +141,7 @@ def _failure(rollout: m.Rollout, node_id: str, nodes: Mapping[str, m.NodeStatus]
             if instance.state == "running":
                 return ""
             if instance.state == "backing_off":
-                return instance.detail
+                return instance.detail or "its agent tries it no more for now"
     if now - rollout.launch_began_at > limit_s:
         return f"it does not run after {limit_s:g} s"
     return ""

@@ -17,6 +17,9 @@ PURE = sorted(
         SERVICES / "denoiser" / "run.py",
         SERVICES / "denoiser" / "worker_events.py",
         SERVICES / "gateway" / "stops.py",
+        SERVICES / "reconfigurator" / "plan.py",
+        SERVICES / "reconfigurator" / "problem.py",
+        SERVICES / "reconfigurator" / "rollout.py",
         SERVICES / "scheduler" / "admission.py",
         SERVICES / "scheduler" / "events.py",
         SERVICES / "scheduler" / "instances.py",
@@ -53,9 +56,11 @@ def test_each_service_has_a_policy() -> None:
     assert {path.parent.name for path in PURE} == {
         "denoiser",
         "gateway",
+        "reconfigurator",
         "scheduler",
         "step_predictor",
         "threshold_controller",
+        "workload_monitor",
     }
     assert len(PURE) >= 10
 

@@ -1,0 +1,1 @@
+"""What is asked for: how often, how large, how urgent."""
