@@ -6,6 +6,7 @@
 4. The `tediserve` object is in a whole answer, and in the last chunk of a stream.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 
 from contracts.messages import ProgressRecord, Reason
 from services.gateway.openai_api import ApiError, Facts
-from services.gateway.policy import CallState, Choice, Finish, Token, summary
+from services.gateway.policy import CallState, Choice, Finish, TediserveInfo, Token, summary
 from services.gateway.text import TextCodec
 
 PREFIXES = {"chat": "chatcmpl-", "text": "cmpl-"}
@@ -46,12 +47,12 @@ class Answer:
     def text(self, index: int, text: str, tokens: Sequence[Token]) -> bytes:
         return self._chunk([self._part(index, {"content": text}, tokens, None)])
 
-    def ending(self, index: int, finish: Finish, extra: dict[str, object] | None) -> bytes:
+    def ending(self, index: int, finish: Finish, extra: TediserveInfo | None) -> bytes:
         """A choice's last chunk. `extra`: the `tediserve` object, where no usage chunk will follow to bear it."""
         part = self._part(index, {}, (), finish)
         return self._chunk([part], **({"tediserve": extra} if extra is not None else {}))
 
-    def usage(self, state: CallState, extra: dict[str, object]) -> bytes:
+    def usage(self, state: CallState, extra: TediserveInfo) -> bytes:
         return self._chunk([], usage=usage(state), tediserve=extra)
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -123,12 +124,12 @@ def usage(state: CallState) -> dict[str, int]:
     return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
 
 
-def extra_of(state: CallState) -> dict[str, object]:
+def extra_of(state: CallState) -> TediserveInfo:
     """The `tediserve` object."""
     records = {index: choice.record for index, choice in enumerate(state.choices) if choice.record is not None}
     ended_at = max((choice.ended_at for choice in state.choices), default=0.0)
     last = max((record.written_at for record in records.values()), default=0.0)
-    return summary(records, ended_at or last)
+    return summary(records, ended_at or last, ended=all(choice.finish is not None for choice in state.choices))
 
 
 def failure(reason: Reason, record: ProgressRecord | None) -> ApiError:
@@ -150,6 +151,26 @@ def failure(reason: Reason, record: ProgressRecord | None) -> ApiError:
             )
         case "unknown_model":
             return ApiError(400, "The model is not served.", param="model", code="model_not_found")
+        case "overloaded":
+            later_s = max(1, math.ceil(record.retry_after_s or 0.0)) if record else 1
+            return ApiError(
+                429,
+                "The server has too much ahead of this request to meet its deadline. "
+                f"Try again in {later_s} s, or give it more time ('slo_ms').",
+                type="rate_limit_error",
+                code="overloaded",
+                retry_after_s=later_s,
+            )
+        case "slo_too_short":
+            return ApiError(
+                429,
+                "The deadline of this request ('slo_ms') is shorter than it would take on an idle server: give it more "
+                "time.",
+                type="rate_limit_error",
+                param="slo_ms",
+                code="slo_too_short",
+                retry_helps=False,
+            )
         case "client_deleted":
             return ApiError(409, "The request was cancelled by DELETE.", code="cancelled", retry_helps=False)
         case "client_gone":

@@ -8,6 +8,7 @@ _LOWEST = {
     "max_choices": 1,
     "body_limit_s": 0.1,
     "admit_limit_s": 0.1,
+    "refusal_limit_s": 0.0,
     "no_instance_limit_s": 0.0,
     "ping_every_s": 0.1,
     "send_limit_s": 1.0,
@@ -27,6 +28,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_choices: int = 16  # of one call: prompts x n
     body_limit_s: float = 30.0  # for a client to send the head of a request, and again for its body
     admit_limit_s: float = 5.0  # for NATS to take a request in; then 503
+    refusal_limit_s: float = 0.5  # a stream with a deadline waits so long for a refusal before its 200
     no_instance_limit_s: float = 10.0  # without a sign of life from any instance: then 503
     ping_every_s: float = 10.0  # SSE comment while a stream has nothing to say
     send_limit_s: float = 60.0  # a client that reads nothing for so long has gone

@@ -1,8 +1,9 @@
 """The gateway's HTTP side: routes, errors, streams, and clients that hang up.
 
 1. Every answer carries `x-request-id`, and every error OpenAI's envelope.
-2. A stream's headers go out only after its requests are in; text goes out as records come; while nothing comes, a
-   comment every `ping_every_s`.
+2. A stream's headers go out only after its requests are in, and where there is a deadline, after `refusal_limit_s` in
+   which the scheduler may refuse it; text goes out as records come; while nothing comes, a comment every
+   `ping_every_s`.
 3. The client's end of the connection is watched while a call is answered, streamed or not: who hangs up, cancels.
 4. A stream that fails ends with an error event and without `[DONE]`, so it never looks like a whole answer.
 """
@@ -71,8 +72,8 @@ class Gateway:
     async def call(self, kind: Kind, request: Request[Any, Any, Any]) -> ASGIApp:
         """Takes a call in. Raises ApiError."""
         _check_media_type(request)
-        raw = await self._body(request)
         self.service.check_open()
+        raw = await self._body(request)
         key, call_id = self._identify(request)
         arrival = Arrival(call_id, self.service.gateway_id, time.time(), secrets.randbits(31), key is not None)
         if len(raw) > _LONG_BODY:
@@ -207,25 +208,39 @@ class CallResponse:
         match told[-1] if told else None:
             case EndCall():
                 await self._deliver(_send_json(send, 200, self._answer.whole(self._live.state), {}))
-            case FailCall(reason, record):
-                error = failure(reason, record)
-                await self._deliver(_send_json(send, error.status, error.envelope, error.headers))
+            case FailCall() as failed:
+                await self._fail(send, failed)
             case _:
                 pass  # nobody listens
 
+    async def _fail(self, send: Send, failed: FailCall) -> None:
+        error = failure(failed.reason, failed.record)
+        await self._deliver(_send_json(send, error.status, error.envelope, error.headers))
+
     async def _stream(self, send: Send) -> None:
+        told = await self._first_news()
+        self._count(told)
+        if told and isinstance(told[0], FailCall):
+            await self._fail(send, told[0])
+            return
         await self._deliver(_send_start(send, 200, _STREAM_HEADERS))
         try:
-            await self._write(send, self._answer.opening())
+            await self._write(send, self._answer.opening() + b"".join(map(self._render, told)))
             while not self._over:
-                told = await self._service.next_commands(self._live, self._config.ping_every_s)
-                self._count(told or [])
-                await self._write(send, PING if told is None else b"".join(map(self._render, told)))
+                news = await self._service.next_commands(self._live, self._config.ping_every_s)
+                self._count(news or [])
+                await self._write(send, PING if news is None else b"".join(map(self._render, news)))
         except Exception:  # the 200 is out: the stream itself must tell
             logger.exception("error while streaming %s", self._answer.id)
             await self._write(send, event(_INTERNAL.envelope))
         if not self._gone:  # left open, the server closes the connection of a client that is stuck
             await self._deliver(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+    async def _first_news(self) -> list[Command]:
+        """Of a call that may be refused for its deadline, if there is any in time: before the 200 is out."""
+        if self._call.requests[0].deadline_at is None:
+            return []
+        return await self._service.next_commands(self._live, self._config.refusal_limit_s) or []
 
     async def _write(self, send: Send, data: bytes) -> None:
         if data and not self._gone:

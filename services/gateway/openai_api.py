@@ -4,7 +4,8 @@
 2. A field that we do not know is refused by name. So is one that we know, lack, and that would change the answer;
    its neutral value is accepted, and so are fields that change nothing (`user`, `metadata`, ...).
 3. The model is the one that is served; the prompt fits and is no empty one; the wanted length fits beside it.
-4. What is left unsaid comes from the profile.
+4. What is left unsaid comes from the profile: also the promised latency, by service tier.
+5. A pinned threshold lies within the profile's threshold set.
 
 Token probabilities: we keep the confidence of each token at its commit and nothing of its alternatives. So
 `logprobs` gives the token's own, and `top_logprobs: 1` (`logprobs: 1` of /v1/completions) the same again where the
@@ -76,6 +77,24 @@ Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Length = Annotated[int, Meta(ge=1)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
+SloMs = Annotated[
+    float,
+    Meta(
+        gt=0.0,
+        le=1e9,
+        description="Latency that the answer should keep, in milliseconds. Left out: what the profile promises its tier.",
+    ),
+]
+Pin = Annotated[
+    float,
+    Meta(
+        description="Pins the confidence from which tokens are committed. Within the thresholds of the model's profile."
+    ),
+]
+IgnoreEos = Annotated[bool, Meta(description="Writes on to `max_tokens`, past the end of the answer.")]
+ServiceTier = Annotated[
+    str, Meta(description="`flex`, `default` (or `auto`) or `priority`: who waits for whom, and the promised latency.")
+]
 _PROMPT_SCHEMA = {
     "oneOf": [
         {"type": "string"},
@@ -124,7 +143,7 @@ class CommonBody(Body, frozen=True, kw_only=True):
     seed: Seed | None = None
     stop: str | list[str] | None = None
     temperature: Temperature | None = None
-    service_tier: str | None = None
+    service_tier: ServiceTier | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     # refused unless neutral
@@ -133,9 +152,9 @@ class CommonBody(Body, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     # ours
-    slo_ms: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None  # wanted latency; the promise of the tier otherwise
-    threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None  # pins the confidence from which tokens commit
-    ignore_eos: bool | None = None  # write on to max_tokens
+    slo_ms: SloMs | None = None
+    threshold: Pin | None = None
+    ignore_eos: IgnoreEos | None = None
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
@@ -327,8 +346,18 @@ class Api:
                     code="unsupported_parameter",
                 )
         self.check_model(body.model)
+        self._check_pin(body.threshold)
         if body.stream_options is not None and not body.stream:
             raise _invalid("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+
+    def _check_pin(self, threshold: float | None) -> None:
+        lowest, highest = self._profile.decoding.thresholds[0], self._profile.decoding.thresholds[-1]
+        if threshold is not None and not lowest <= threshold <= highest:
+            raise _invalid(
+                f"Invalid 'threshold': {threshold:g} is not between {lowest:g} and {highest:g}, the thresholds of this "
+                "model.",
+                param="threshold",
+            )
 
     def _check_alternatives(self, body: CommonBody, wanted: int, name: str) -> None:
         temperature = self._temperature(body)

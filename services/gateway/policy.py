@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
 from msgspec import structs
 
 from contracts.messages import ProgressRecord, Reason
@@ -235,11 +236,25 @@ def cancelled_record(base: ProgressRecord, reason: Reason, now: float) -> Progre
     return structs.replace(base, state="cancelled", reason=reason, holder="", written_at=now)
 
 
-def summary(records: Mapping[int, ProgressRecord], ended_at: float) -> dict[str, object]:
-    """The `tediserve` object of an answer: what its choices took. `ended_at`: wall clock of the last one's end.
+class TediserveInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The `tediserve` object of an answer: what its choices took.
 
-    Times are those of the slowest choice, moves and steps are sums, attempts is the most that one choice needed.
+    Times, in milliseconds, are those of the slowest choice; moves and steps are sums, attempts is the most that one
+    choice needed.
     """
+
+    deadline_met: bool | None  # None: there is none, or it may still be met
+    steps: int
+    mean_threshold: float | None  # over all steps; None before any
+    moves: int  # placements on another instance without a loss
+    attempts: int
+    queue_ms: float  # from arrival to the first accepted assignment
+    run_ms: float
+    total_ms: float
+
+
+def summary(records: Mapping[int, ProgressRecord], ended_at: float, *, ended: bool = True) -> TediserveInfo:
+    """`ended_at`: wall clock of the last choice's end, or so far (then `ended` is False)."""
     blocks = [block for record in records.values() for block in record.blocks]
     steps = sum(block.recompute_steps + block.cache_steps for block in blocks)
     weighted = sum((block.recompute_steps + block.cache_steps) * block.mean_threshold for block in blocks)
@@ -247,13 +262,24 @@ def summary(records: Mapping[int, ProgressRecord], ended_at: float) -> dict[str,
     created_at = min((record.created_at for record in records.values()), default=ended_at)
     started = [record.started_at for record in records.values() if record.started_at is not None]
     started_at = max(started, default=ended_at)
-    return {
-        "deadline_met": ended_at <= min(deadlines) if deadlines else None,
-        "steps": steps,
-        "mean_threshold": round(weighted / steps, 4) if steps else None,
-        "moves": sum(record.moves for record in records.values()),
-        "attempts": max((record.attempt for record in records.values()), default=0),
-        "queue_s": round(max(started_at - created_at, 0.0), 4),
-        "run_s": round(max(ended_at - started_at, 0.0), 4),
-        "total_s": round(max(ended_at - created_at, 0.0), 4),
-    }
+    return TediserveInfo(
+        deadline_met=_deadline_met(records, min(deadlines), ended_at, ended) if deadlines else None,
+        steps=steps,
+        mean_threshold=round(weighted / steps, 4) if steps else None,
+        moves=sum(record.moves for record in records.values()),
+        attempts=max((record.attempt for record in records.values()), default=0),
+        queue_ms=_ms(started_at - created_at),
+        run_ms=_ms(ended_at - started_at),
+        total_ms=_ms(ended_at - created_at),
+    )
+
+
+def _deadline_met(records: Mapping[int, ProgressRecord], deadline: float, ended_at: float, ended: bool) -> bool | None:
+    """What failed or was cancelled has met nothing."""
+    if ended_at > deadline or any(record.is_final and not is_answer(record) for record in records.values()):
+        return False
+    return True if ended else None
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * max(seconds, 0.0), 1)

@@ -14,9 +14,10 @@ from litestar.openapi.spec import OpenAPIMediaType, OpenAPIResponse, Operation, 
 from litestar.types import AfterRequestHookHandler
 
 from services.gateway.openai_api import ChatBody, TextBody
+from services.gateway.policy import TediserveInfo
 
 _REF = "#/components/schemas/{name}"
-_, _BODIES = msgspec.json.schema_components([ChatBody, TextBody], ref_template=_REF)
+_, _STRUCTS = msgspec.json.schema_components([ChatBody, TextBody, TediserveInfo], ref_template=_REF)
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -43,10 +44,10 @@ _ANSWER = {
         "model": {"type": "string"},
         "choices": {"type": "array", "items": {"type": "object"}},
         "usage": {"type": ["object", "null"]},
-        "tediserve": {"type": "object"},
+        "tediserve": {"$ref": _REF.format(name="TediserveInfo")},
     },
 }
-_SCHEMAS: dict[str, Any] = {**_BODIES, "Error": _ERROR, "Answer": _ANSWER}
+_SCHEMAS: dict[str, Any] = {**_STRUCTS, "Error": _ERROR, "Answer": _ANSWER}
 
 
 def _content(name: str, media_type: str = "application/json") -> dict[str, OpenAPIMediaType]:

@@ -16,10 +16,11 @@ import pytest
 import pytest_asyncio
 
 from contracts import subjects
-from contracts.messages import GatewayStatus, GenerateRequest, StatusAsk
+from contracts.messages import GatewayStatus, GenerateRequest, Reason, StatusAsk
 from services.bus import NatsSettings
 from services.gateway.config import GatewayConfig
 from services.gateway.http import build_app
+from services.progress import write_record
 from tests.builders import make_record
 from tests.conftest import NatsServer
 from tests.integration.gateway_rig import MODEL, Play, Rig, run_gateway, run_rig
@@ -156,7 +157,8 @@ async def test_a_whole_answer_has_openais_shape(rig: Rig, client: httpx.AsyncCli
     assert answer["usage"]["completion_tokens"] == 2
     extra = answer["tediserve"]
     assert (extra["deadline_met"], extra["steps"], extra["mean_threshold"], extra["moves"]) == (True, 4, 0.8, 0)
-    assert 0 <= extra["queue_s"] <= extra["total_s"] < 10
+    assert 0 <= extra["queue_ms"] <= extra["total_ms"] < 10_000
+    assert extra["attempts"] == 1
 
 
 async def test_choices_and_prompts_are_told_apart(rig: Rig, client: httpx.AsyncClient) -> None:
@@ -336,8 +338,65 @@ async def test_a_gateway_takes_no_more_calls_than_it_bears(start: StartRig, clie
     await until(lambda: rig.cluster.seen)
     response = await client.post(rig.url + "/v1/chat/completions", json=CHAT)
     assert check_error(response, 429)["code"] == "too_many_calls"
+    assert b" 429 " in await answer_to_a_head(rig), "it does not wait for the body"
     held.cancel()
     await asyncio.gather(held, return_exceptions=True)
+
+
+async def answer_to_a_head(rig: Rig) -> bytes:
+    """The status line that a call gets whose body has not come yet."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+    try:
+        return await asyncio.wait_for(reader.readline(), 10)
+    finally:
+        writer.close()
+
+
+# --- deadlines ---------------------------------------------------------------------------------------------------
+
+
+async def refuse(rig: Rig, reason: Reason, **fields: Any) -> None:
+    """As the scheduler does, instead of placing the request."""
+    (request,) = await until(lambda: list(rig.cluster.seen.values()))
+    record = make_record(request, "failed", reason=reason, written_at=time.time(), **fields)
+    await write_record(rig.cluster.bus, record, after_seq=0, limit_s=5)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_refused_call_is_429_streamed_or_not_and_tells_when_to_come_again(
+    start: StartRig, client: httpx.AsyncClient, streamed: bool
+) -> None:
+    rig = await start(refusal_limit_s=20.0)
+    says(rig, "hello", block_s=60)
+    body = {**CHAT, "stream": streamed, "slo_ms": 1000}
+    call = asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json=body))
+    await refuse(rig, "overloaded", retry_after_s=2.1)
+    response = await call
+    assert check_error(response, 429)["code"] == "overloaded"
+    assert response.headers["retry-after"] == "3"
+    assert "x-should-retry" not in response.headers
+
+
+async def test_where_the_slo_is_too_short_a_retry_is_of_no_use(rig: Rig, client: httpx.AsyncClient) -> None:
+    says(rig, "hello", block_s=60)
+    call = asyncio.create_task(client.post(rig.url + "/v1/chat/completions", json={**CHAT, "slo_ms": 1}))
+    await refuse(rig, "slo_too_short")
+    response = await call
+    error = check_error(response, 429)
+    assert (error["code"], error["param"]) == ("slo_too_short", "slo_ms")
+    assert response.headers["x-should-retry"] == "false"
+    assert "retry-after" not in response.headers
+
+
+async def test_a_stream_with_a_deadline_begins_though_nobody_refuses_it(
+    start: StartRig, client: httpx.AsyncClient
+) -> None:
+    rig = await start(refusal_limit_s=0.05)
+    says(rig, "abcdefghijkl", block_s=0.3)
+    events = await stream(client, rig, slo_ms=60_000)
+    assert contents(events) == ["abcdefgh", "ijkl"]
+    assert events[-2]["tediserve"]["deadline_met"] is True
 
 
 async def test_without_nats_it_is_503_and_live_but_not_ready(
@@ -820,6 +879,11 @@ async def test_models_and_schema(rig: Rig, client: httpx.AsyncClient) -> None:
     schema = (await client.get(rig.url + "/schema")).json()
     bodies = schema["components"]["schemas"]
     assert bodies["ChatBody"]["properties"]["messages"]
+    assert "milliseconds" in str(bodies["ChatBody"]["properties"]["slo_ms"])
+    told = bodies["Answer"]["properties"]["tediserve"]["$ref"].rsplit("/", 1)[1]
+    assert {"deadline_met", "steps", "mean_threshold", "moves", "attempts", "queue_ms", "total_ms"} <= set(
+        bodies[told]["properties"]
+    )
     assert schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]
 
 

@@ -83,7 +83,7 @@ async def _overhead(url: str, asked: Sequence[tasks.Problem]) -> Overhead:
 
     async def call_ms(problem: tasks.Problem) -> float:
         http_s, answer = await _exchange(reader, writer, "POST /v1/chat/completions", _body(model, problem))
-        return 1e3 * (http_s - float(answer["tediserve"]["run_s"]))
+        return 1e3 * http_s - float(answer["tediserve"]["run_ms"])
 
     for problem in asked[:5]:  # warm connections and caches
         await call_ms(problem)
@@ -138,7 +138,7 @@ async def _ask(client: httpx.AsyncClient, model: str, problem: tasks.Problem) ->
     ours = answer["tediserve"]
     return Answered(
         http_s=http_s,
-        run_s=ours["run_s"],
+        run_s=ours["run_ms"] / 1000,
         output_tokens=answer["usage"]["completion_tokens"],
         steps=ours["steps"],
         correct=tasks.is_correct(problem, answer["choices"][0]["message"]["content"]),

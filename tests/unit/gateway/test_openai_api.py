@@ -42,6 +42,11 @@ def refusal(api: Api, kind: str, raw: bytes | dict[str, Any]) -> ApiError:
     return caught.value
 
 
+@pytest.mark.parametrize("threshold", [0.5, 0.75, 0.9])
+def test_a_pin_lies_within_the_models_thresholds(api: Api, threshold: float) -> None:
+    assert chat(api, threshold=threshold).requests[0].threshold == threshold
+
+
 # --- defaults ----------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +192,8 @@ def test_what_would_change_a_completion_is_refused_by_name(api: Api, field: dict
         ({"stop": ""}, "stop", "1 to"),
         ({"stop": ["a", 1]}, "stop[1]", "expected a string, but got an integer."),
         ({"service_tier": "scale"}, "service_tier", "scale"),
-        ({"threshold": 1.5}, "threshold", "1.5"),
+        ({"threshold": 1.5}, "threshold", "1.5 is not between 0.5 and 0.9"),
+        ({"threshold": 0.49}, "threshold", "0.49 is not between 0.5 and 0.9"),
         ({"slo_ms": 0}, "slo_ms", "0"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "stream_options.x"),

@@ -18,6 +18,7 @@ from services.gateway.policy import (
     RecordSeen,
     SendText,
     ShuttingDown,
+    TediserveInfo,
     TimeIsUp,
     WriteCancelled,
     cancelled_record,
@@ -274,9 +275,24 @@ def test_the_sums_of_a_call() -> None:
         0: make_record([7], blocks=[COST, COST], created_at=1.0, started_at=1.5, deadline_at=9.0, moves=1),
         1: make_record([7], blocks=[COST], created_at=1.0, started_at=2.0, deadline_at=9.0),
     }
-    assert summary(records, 4.0) == {
-        "deadline_met": True, "steps": 12, "mean_threshold": 0.8, "moves": 1, "attempts": 1,
-        "queue_s": 1.0, "run_s": 2.0, "total_s": 3.0,
-    }  # fmt: skip
-    assert summary(records, 9.5)["deadline_met"] is False
-    assert summary({}, 4.0)["deadline_met"] is None
+    assert summary(records, 4.0) == TediserveInfo(
+        deadline_met=True, steps=12, mean_threshold=0.8, moves=1, attempts=1,
+        queue_ms=1000.0, run_ms=2000.0, total_ms=3000.0,
+    )  # fmt: skip
+    assert summary({}, 4.0).deadline_met is None
+
+
+@pytest.mark.parametrize(
+    ("state", "ended_at", "ended", "met"),
+    [
+        ("finished", 9.0, True, True),
+        ("finished", 9.1, True, False),
+        ("running", 4.0, False, None),
+        ("running", 9.1, False, False),
+        ("failed", 4.0, False, False),
+        ("cancelled", 4.0, False, False),
+    ],
+)
+def test_a_deadline_is_met_missed_or_still_open(state: str, ended_at: float, ended: bool, met: bool | None) -> None:
+    records = {0: make_record([7], state, deadline_at=9.0)}
+    assert summary(records, ended_at, ended=ended).deadline_met is met
