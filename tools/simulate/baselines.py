@@ -64,13 +64,15 @@ class Proteus:
     ) -> None:
         self._variants, self._num_instances = variants, num_instances
         self._period_s, self._headroom = period_s, headroom
-        self._arrivals: deque[float] = deque()
+        self._arrivals: deque[float] = deque()  # of the last window
+        self._first_at: float | None = None
         self._chosen_at = -period_s
         self._shares: dict[float, float] = {}  # by threshold
         self._owed: dict[float, float] = {}  # requests, by threshold
 
     def choose(self, now: float) -> float:
         self._arrivals.append(now)
+        self._first_at = now if self._first_at is None else self._first_at
         while self._arrivals[0] <= now - _RATE_WINDOW_S:
             self._arrivals.popleft()
         if now >= self._chosen_at + self._period_s:
@@ -84,8 +86,8 @@ class Proteus:
 
     def rate(self, now: float) -> float:
         """Requests per second. In the beginning over the time since the first."""
-        span_s = min(_RATE_WINDOW_S, max(now - self._arrivals[0], 1.0))
-        return len(self._arrivals) / span_s
+        assert self._first_at is not None
+        return len(self._arrivals) / min(_RATE_WINDOW_S, max(now - self._first_at, 1.0))
 
     def mixture(self, rate: float) -> dict[float, float]:
         """Shares of thresholds, for requests that come at this rate."""

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.settings import ConfigError
@@ -47,6 +47,7 @@ def test_a_threshold_that_changes_on_the_way_has_its_share() -> None:
     assert run_through(Counted(COUNTS).start(0), [0.8]) == 32
 
 
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]), min_size=1, max_size=60), st.integers(0, 2))
 def test_what_is_left_is_what_it_then_takes(thresholds: list[float], prompt: int) -> None:
     behaviour = Counted(COUNTS)
@@ -62,6 +63,7 @@ def test_what_is_left_is_what_it_then_takes(thresholds: list[float], prompt: int
     assert (left.steps, left.blocks) == (other.steps - before, begun)
 
 
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(THRESHOLDS), min_size=1, max_size=60), st.integers(0, 2))
 def test_signs_are_those_of_a_request_that_commits_a_token_a_step_at_least(values: list[float], prompt: int) -> None:
     course = Counted(COUNTS).start(prompt)
