@@ -17,11 +17,11 @@ UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS
 	$(if $(VERBOSE),--verbose)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-gpu test-vllm check format conformance bench bench-engine clean
+.PHONY: help up down test test-gpu test-vllm check format conformance bench bench-engine bench-slo clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA VERBOSE=1; of make test, bench, bench-engine: ARGS"
+	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA VERBOSE=1; of make test, bench, bench-engine, bench-slo: ARGS"
 
 up: $(VENV)/.installed-up ## start the whole stack here: nats-server, the services, an agent with two workers
 	@$(PY) -m tools.up $(UP_ARGS)
@@ -55,6 +55,9 @@ bench: $(VENV)/.installed-dev ## measure what BENCHMARKS.md reports
 
 bench-engine: $(VENV)/.installed-dev ## measure the engine against a plain implementation of the reference algorithm
 	$(PY) -m tools.bench.engine $(ARGS)
+
+bench-slo: $(VENV)/.installed-dev ## compare policies under load, live; takes hours, can be resumed; ARGS=report prints what there is
+	$(PY) -m tools.bench.slo $(ARGS)
 
 clean: ## remove the virtual environment and what the tools have cached
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,4 +1,4 @@
-"""A stack of its own for a measurement: `python -m tools.up` on free ports, with a data folder that is removed."""
+"""A stack of its own for a measurement: `python -m tools.up` on free ports, with a data folder of its own."""
 
 import contextlib
 import signal
@@ -25,10 +25,14 @@ class Addresses(NamedTuple):
 
 
 @contextlib.contextmanager
-def running_stack(profile: str, workers: int) -> Iterator[Addresses]:
-    """Yields its addresses once the stack is ready. Raises RuntimeError with its output if it ends before."""
-    with tempfile.TemporaryDirectory(prefix="tediserve-bench-") as data:
-        command = [sys.executable, "-m", "tools.up", "--profile", profile, "--workers", str(workers), "--data", data]
+def running_stack(profile: str, workers: int, folder: Path | None = None) -> Iterator[Addresses]:
+    """Yields its addresses once the stack is ready. Raises RuntimeError with its output if it ends before.
+
+    `folder`: of its data, and it stays; by default one that is removed.
+    """
+    with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="tediserve-bench-") as data:
+        command = [sys.executable, "-m", "tools.up", "--profile", profile, "--workers", str(workers)]
+        command += ["--data", str(data)]
         http_port, nats_port = free_ports(2)
         with (Path(data) / "up.out").open("w+b") as output:
             process = subprocess.Popen(

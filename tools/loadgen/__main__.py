@@ -163,7 +163,7 @@ async def _run(endpoint: Endpoint, body: dict[str, Any], due: Iterator[Send], ta
     loop = OpenLoop(endpoint, body, tally.add, max_in_flight=tally.max_in_flight)
     running = asyncio.create_task(loop.run(due))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, running.cancel)
-    async with _shown(loop, tally, sys.stderr):
+    async with shown(loop, tally, sys.stderr):
         try:
             await running
         except asyncio.CancelledError:
@@ -172,7 +172,7 @@ async def _run(endpoint: Endpoint, body: dict[str, Any], due: Iterator[Send], ta
 
 
 @contextlib.asynccontextmanager
-async def _shown(loop: OpenLoop, tally: Tally, stream: TextIO) -> AsyncIterator[None]:
+async def shown(loop: OpenLoop, tally: Tally, stream: TextIO) -> AsyncIterator[None]:
     """One line that is written over while the run goes on; on a terminal only."""
 
     async def redraw() -> None:

@@ -1,0 +1,103 @@
+"""The stack under the benchmark: started once; to change the policy, its threshold-controller alone starts again.
+
+1. Nothing around configures it: TEDISERVE_* and tediserve.toml are left out, a file of its own says what is set.
+2. A policy is in use once a controller that has read it decides and no request is open: each cell begins idle.
+3. The gateway takes as many calls as requests may be open, so that a long queue is waited for, not refused.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from contracts import subjects
+from contracts.messages import LoadState
+from services.bus import Bus, NatsSettings
+from services.settings import PREFIX
+from tools.bench.stack import running_stack
+
+MAX_OPEN = 4096
+_CONTROLLER = "threshold-controller"
+_SWITCH_LIMIT_S = 180.0  # longer than a request's time limit: what a cell has left behind may run on as long
+_LOOK_EVERY_S = 0.05
+
+
+class Cluster:
+    """See `running_cluster`."""
+
+    def __init__(self, folder: Path, url: str, nats_url: str) -> None:
+        self.url = url
+        self._folder = folder
+        self._nats_url = nats_url
+
+    async def use(self, settings: Mapping[str, Any]) -> None:
+        """Rule 2, with these settings of the threshold-controller. Raises TimeoutError."""
+        _configure(self._folder, settings)
+        before = self._pid()
+        async with asyncio.timeout(_SWITCH_LIMIT_S):
+            if before is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(before, signal.SIGTERM)
+            while self._pid() in (None, before):  # noqa: ASYNC110  # an event in another process
+                await asyncio.sleep(_LOOK_EVERY_S)
+            await self._until_idle()
+
+    def _pid(self) -> int | None:
+        """Of the controller; None while there is none."""
+        status = json.loads((self._folder / "up.json").read_text(encoding="utf-8"))
+        found: int | None = status["services"].get(_CONTROLLER)
+        return found
+
+    async def _until_idle(self) -> None:
+        """A controller says its load state once it decides, and then every second."""
+        idle = asyncio.Event()
+        bus = await Bus.connect(NatsSettings(url=self._nats_url), "bench-slo")
+        try:
+            await bus.subscribe(
+                subjects.LOAD_STATE, LoadState, lambda state: idle.set() if state.num_open == 0 else None
+            )
+            await idle.wait()
+        finally:
+            await bus.close()
+
+
+@contextlib.contextmanager
+def running_cluster(profile: str, workers: int) -> Iterator[Cluster]:
+    """A stack with a folder that is removed. Raises RuntimeError where it does not start."""
+    with tempfile.TemporaryDirectory(prefix="tediserve-bench-") as data, _clean_environment():
+        folder = Path(data)
+        _configure(folder, {})
+        os.environ[f"{PREFIX}CONFIG"] = str(_config_file(folder))
+        with running_stack(profile, workers, folder) as (url, nats_url):
+            yield Cluster(folder, url, nats_url)
+
+
+@contextlib.contextmanager
+def _clean_environment() -> Iterator[None]:
+    """Without what configures services; as it was, afterwards."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    for name in kept:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith(PREFIX)]:
+            del os.environ[name]
+        os.environ.update(kept)
+
+
+def _config_file(folder: Path) -> Path:
+    return folder / "bench.toml"
+
+
+def _configure(folder: Path, settings: Mapping[str, Any]) -> None:
+    tables = {"nats": {"max_open_requests": MAX_OPEN}, "gateway": {"max_open_calls": MAX_OPEN}}
+    lines = []
+    for name, table in (tables | {"threshold_controller": dict(settings)}).items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    _config_file(folder).write_text("\n".join(lines) + "\n", encoding="utf-8")

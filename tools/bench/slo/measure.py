@@ -1,0 +1,121 @@
+"""Measures what a benchmark is based on, and its cells, on a running cluster.
+
+1. Alone: one request at a time; the median of their latencies, times a factor, is the SLO.
+2. C: completions a second with twice as many requests in flight as all instances hold, so that the queue is full.
+3. A cell is open-loop Poisson load. Its arrivals and prompts follow from seed and rate alone.
+"""
+
+import asyncio
+import itertools
+import sys
+import zlib
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tools.bench.slo.cells import Basis, Cell, Result, Row, row_of
+from tools.bench.slo.cluster import MAX_OPEN, Cluster
+from tools.bench.slo.policies import is_pinned, settings_of
+from tools.loadgen.__main__ import shown
+from tools.loadgen.arrivals import poisson
+from tools.loadgen.asks import Ask
+from tools.loadgen.client import Endpoint, open_endpoint
+from tools.loadgen.run import OpenLoop
+from tools.loadgen.schedule import Mix, sends
+from tools.loadgen.tally import Outcome, Tally
+
+MAX_LAG_MS = 50.0
+_TIMEOUT_S = 180.0  # of a request; longer than the server's own
+_WARM_UP_SHARE = 0.2  # of a closed loop
+
+
+class Measured(NamedTuple):
+    """Rules 1 and 2."""
+
+    alone_ms: float
+    capacity_per_s: float
+
+
+async def measure_basis(
+    cluster: Cluster, asks: Sequence[Ask], *, threshold: float, held: int, seconds: float
+) -> Measured:
+    """`held`: requests that all instances hold together. `seconds`: of each of the two."""
+    await cluster.use(settings_of("fixed"))
+    async with open_endpoint(cluster.url, max_in_flight=2 * held, timeout_s=_TIMEOUT_S) as endpoint:
+        body = {"model": await endpoint.choose_model(None), "threshold": threshold}
+        alone_s = await closed_loop(endpoint, body, asks, 1, seconds)
+        full_s = await closed_loop(endpoint, body, asks, 2 * held, seconds)
+    return Measured(1e3 * median(alone_s), len(full_s) / seconds)
+
+
+async def closed_loop(
+    endpoint: Endpoint, body: dict[str, Any], asks: Sequence[Ask], in_flight: int, seconds: float
+) -> list[float]:
+    """Latencies, in seconds, of what ended within `seconds` after a warm-up. What still runs then is given up.
+
+    Raises Failed where a request does.
+    """
+    clock = asyncio.get_running_loop().time
+    begins_at = clock() + _WARM_UP_SHARE * seconds
+    found: list[float] = []
+    prompts = itertools.cycle(asks)
+
+    async def client() -> None:
+        while True:
+            started = clock()
+            await endpoint.ask(next(prompts), body)
+            if clock() >= begins_at:
+                found.append(clock() - started)
+
+    clients = [asyncio.create_task(client()) for _ in range(in_flight)]
+    done, running = await asyncio.wait(
+        clients, timeout=begins_at + seconds - clock(), return_when=asyncio.FIRST_EXCEPTION
+    )
+    for task in running:
+        task.cancel()
+    await asyncio.wait(clients)
+    for task in done:
+        task.result()  # one ends by failing only
+    return found
+
+
+async def run_cell(cluster: Cluster, basis: Basis, cell: Cell, asks: Sequence[Ask]) -> Result:
+    """Rule 3. Raises TimeoutError where the cluster does not become idle."""
+    settings = settings_of(cell.policy)
+    await cluster.use(settings)
+    rate_per_s = cell.rate * basis.capacity_per_s
+    until_s = basis.warmup_s + basis.seconds
+    due = list(sends(poisson(rate_per_s), cell.seed, until_s, asks=asks, slo_ms=Mix((basis.slo_ms,), (1.0,))))
+    tally = Tally(basis.warmup_s, basis.seconds, max_in_flight=MAX_OPEN, max_lag_ms=MAX_LAG_MS)
+    rows: list[Row] = []
+
+    def note(outcome: Outcome) -> None:
+        tally.add(outcome)
+        if outcome.send.due_s >= basis.warmup_s:
+            rows.append(row_of(outcome, _number_of(outcome.send.ask)))
+
+    async with open_endpoint(cluster.url, max_in_flight=MAX_OPEN, timeout_s=_TIMEOUT_S) as endpoint:
+        body: dict[str, Any] = {"model": await endpoint.choose_model(None)}
+        if is_pinned(cell.policy):
+            body["threshold"] = basis.threshold
+        loop = OpenLoop(endpoint, body, note, max_in_flight=MAX_OPEN)
+        async with shown(loop, tally, sys.stderr):
+            await loop.run(due)
+    report = tally.report()
+    return Result(
+        rate=cell.rate,
+        seed=cell.seed,
+        policy=cell.policy,
+        settings=settings,
+        rate_per_s=rate_per_s,
+        slo_ms=basis.slo_ms,
+        lag_p99_ms=report.lag_p99_ms,
+        why_it_does_not_count=report.why_it_does_not_count,
+        rows=sorted(rows, key=lambda row: row.number),
+    )
+
+
+def _number_of(ask: Ask) -> int:
+    return zlib.crc32(msgspec.json.encode(ask.content))
