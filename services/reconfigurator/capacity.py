@@ -12,6 +12,8 @@
 5. Nodes are interchangeable: degrees that divide each other fit if and only if, for each, the devices of all that are
    at least as large fit into nodes cut to its multiples. Others are counted by ways to divide a node.
 6. One objective is solved after the other; the integers are then rounded and fixed, and the steps solved again.
+7. The relaxed program (time sharing, parts of instances) bounds the threshold, and the batches that it uses most are a
+   guess. Where the guess reaches the bound, the threshold is settled, and nothing slower than the guess is looked at.
 """
 
 import math
@@ -30,6 +32,7 @@ Batches = dict[tuple[StepKind, int], int]  # of a degree's passes of a kind: tok
 
 _SLACK = 1e-7  # between one solve's optimum and the row that keeps it in the next
 _NO_STEPS = 1e-7  # steps of a request that are none
+_SETTLED = 1e-8  # between a bound of the mean threshold and one that is reached: there is none higher
 _MARGIN = 1e-6  # relative, by which stability may be missed through rounding
 
 
@@ -80,8 +83,11 @@ class _Program:
         layout: Layout | None = None,
         batches: Batches | None = None,
         elastic: bool = False,
+        time_sharing: bool = False,
     ) -> None:
         self.model = Model()
+        self.batches = batches
+        self.time_sharing = time_sharing or problem.planning.time_sharing
         self.problem = problem
         self.demands = demands
         self.caching = problem.cache != "none"
@@ -157,7 +163,7 @@ class _Program:
                 self._commit(d, list(self.steps[-1].values()), d.output_tokens)
             self._keep_promise(d, elastic)
             self._limit_to_instances(d)
-        if batches is None and not self.problem.planning.time_sharing:
+        if batches is None and not self.time_sharing:
             self._add_batches(elastic)
 
     def _commit(self, d: Demand, steps: list[int], tokens: float | Terms) -> None:
@@ -205,6 +211,7 @@ class _Program:
 
     def _add_batches(self, elastic: bool) -> None:
         """One batch size a degree and kind; steps in others there are none."""
+        loads: dict[tuple[StepKind, int, int], dict[int, float]] = {}
         for d, steps in zip(self.demands, self.steps, strict=True):
             for option, column in steps.items():
                 key = option.kind, option.tp_degree, option.batch_tokens
@@ -212,11 +219,18 @@ class _Program:
                     self.chosen[key] = self.model.column(0, 1, integer=True)
                 most_steps = self._most_steps(d, option, elastic)
                 self.model.row({column: 1.0, self.chosen[key]: -most_steps}, upper=0)
-        for kind in kinds(self.caching):
-            for degree in self.instances:
-                ours = [column for (k, e, _), column in self.chosen.items() if (k, e) == (kind, degree)]
-                if ours:
-                    self.model.equal(dict.fromkeys(ours, 1.0), 1)
+                loads.setdefault(key, {})[column] = d.rate_per_s * option.instance_s
+        for chosen in self._chosen_by_degree().values():
+            self.model.equal(dict.fromkeys(chosen, 1.0), 1)
+        for key, load in loads.items():  # follows from stability and the rows above, but tells the solver earlier
+            room = self.problem.planning.max_utilisation * self.most[key[1]]
+            self.model.row({**load, self.chosen[key]: -room}, upper=0)
+
+    def _chosen_by_degree(self) -> dict[tuple[StepKind, int], list[int]]:
+        columns: dict[tuple[StepKind, int], list[int]] = {}
+        for (kind, degree, _), column in self.chosen.items():
+            columns.setdefault((kind, degree), []).append(column)
+        return columns
 
     def _most_steps(self, d: Demand, option: Option, elastic: bool) -> float:
         """Of a request, by this option: a tight limit lets the solver cut."""
@@ -279,25 +293,21 @@ class _Stage1:
         self._demands = demands
         self._solver = solver
         self._deadline = time.monotonic() + time_limit_s
-        self._gap = 0.0
         self._solvers: dict[str, None] = {}
 
     def best_layout(self) -> Capacity:
-        program = _Program(self._problem, self._demands)
-        solution = self._best(program)
-        if not solution.found:
-            return self._nothing(solution.status)
-        layout = _rounded_layout(program, solution)
-        used = self._use(program, solution, layout)
-        layout = self._spread(layout, used)
-        return self._answer(layout, used)
+        best = self._best()
+        if not isinstance(best, _Reached):
+            return self._nothing(best)
+        layout = _rounded(best.use.program.instances, best.use.solution)
+        used = self._again(best.use, layout)
+        return self._answer(self._spread(layout, used), used, best.gap)
 
     def best_use_of(self, layout: Layout) -> Capacity:
-        program = _Program(self._problem, self._demands, layout=layout)
-        solution = self._best(program)
-        if not solution.found:
-            return self._nothing(solution.status)
-        return self._answer(layout, self._use(program, solution, layout))
+        best = self._best(layout)
+        if not isinstance(best, _Reached):
+            return self._nothing(best)
+        return self._answer(layout, self._again(best.use, layout), best.gap)
 
     def broken_promises(self) -> tuple[str, ...] | None:
         program = _Program(self._problem, self._demands, elastic=True)
@@ -319,30 +329,56 @@ class _Stage1:
         """With a share of the time that is left."""
         solution = self._solver.solve(model, objective, share * (self._deadline - time.monotonic()))
         self._solvers[solution.solver] = None
-        if solution.found:
-            self._gap = max(self._gap, solution.gap)
         return solution
 
-    def _best(self, program: _Program) -> Solution:
-        """Threshold first, then latency."""
-        first = self._solve(program.model, program.mean_threshold, share=0.5)
-        if not first.found:
-            return first
-        tolerance = max(_SLACK, self._problem.planning.threshold_tolerance)
-        program.model.row(program.mean_threshold, lower=first.objective - tolerance)
-        second = self._solve(program.model, program.minus_latency)
-        return second if second.found else first
+    def _best(self, layout: Layout | None = None) -> "_Reached | Status":
+        """Rules 1 and 7."""
+        program = _Program(self._problem, self._demands, layout=layout)
+        if program.time_sharing:
+            return self._in_order(program)
+        bound = self._in_order(self._relaxed(layout))
+        if not isinstance(bound, _Reached):
+            return bound
+        guess = self._in_order(_Program(self._problem, self._demands, layout, batches=_most_used(bound.use)))
+        if not isinstance(guess, _Reached):
+            return self._in_order(program)
+        if guess.threshold < bound.threshold - _SETTLED:
+            return _better(self._in_order(program), guess)
+        program.model.row(program.minus_latency, lower=guess.minus_latency - _SLACK)  # what is slower need not be tried
+        return _better(self._in_order(program, threshold=guess.threshold), guess)
 
-    def _use(self, program: _Program, solution: Solution, layout: Layout) -> "_Use":
+    def _relaxed(self, layout: Layout | None) -> _Program:
+        """No layout is better than what this linear program reaches."""
+        program = _Program(self._problem, self._demands, layout=layout, time_sharing=True)
+        program.model.integer = [False] * len(program.model.integer)
+        return program
+
+    def _in_order(self, program: _Program, threshold: float | None = None) -> "_Reached | Status":
+        """Threshold first, unless it is known; then latency."""
+        first = None
+        if threshold is None:
+            first = self._solve(program.model, program.mean_threshold, share=0.5)
+            if not first.found:
+                return first.status
+            threshold = first.objective
+        tolerance = max(_SLACK, self._problem.planning.threshold_tolerance)
+        program.model.row(program.mean_threshold, lower=threshold - tolerance)
+        second = self._solve(program.model, program.minus_latency)
+        best = second if second.found else first
+        if best is None:
+            return "none"
+        gap = max(solution.gap for solution in (first, second) if solution is not None and solution.found)
+        return _Reached(threshold, gap if second.found else math.inf, _Use(program, best))
+
+    def _again(self, use: "_Use", layout: Layout) -> "_Use":
         """The steps once more, with layout and batches fixed (rule 6); or as they are, should rounding forbid it."""
-        batches = _batches(program, solution)
-        if batches is None:
-            return _Use(program, solution)
-        fixed = _Program(self._problem, self._demands, layout=layout, batches=batches)
-        reached = value_of(program.mean_threshold, solution.values)
+        if use.program.time_sharing:
+            return use
+        fixed = _Program(self._problem, self._demands, layout=layout, batches=use.batches)
+        reached = value_of(use.program.mean_threshold, use.solution.values)
         fixed.model.row(fixed.mean_threshold, lower=reached - _SLACK)
         again = self._solver.solve(fixed.model, fixed.minus_latency, max(1.0, self._deadline - time.monotonic()))
-        return _Use(fixed, again) if again.found else _Use(program, solution)
+        return _Use(fixed, again) if again.found else use
 
     def _spread(self, layout: Layout, used: "_Use") -> Layout:
         """The layout that loads its busiest degree least, for these loads; then without devices left over; then as
@@ -382,9 +418,9 @@ class _Stage1:
     def _nothing(self, status: Status) -> Capacity:
         return Capacity(status, {}, None, math.inf, "+".join(self._solvers))
 
-    def _answer(self, layout: Layout, used: "_Use") -> Capacity:
-        status: Status = "optimal" if self._gap <= _MARGIN else "feasible"
-        return Capacity(status, layout, used.figures(layout), self._gap, "+".join(self._solvers))
+    def _answer(self, layout: Layout, used: "_Use", gap: float) -> Capacity:
+        status: Status = "optimal" if gap <= _MARGIN else "feasible"
+        return Capacity(status, layout, used.figures(layout), gap, "+".join(self._solvers))
 
 
 class _Use(NamedTuple):
@@ -392,6 +428,17 @@ class _Use(NamedTuple):
 
     program: _Program
     solution: Solution
+
+    @property
+    def batches(self) -> Batches:
+        """That the point has chosen, or that its program was given."""
+        if self.program.batches is not None:
+            return self.program.batches
+        return {
+            (kind, degree): batch_tokens
+            for (kind, degree, batch_tokens), column in self.program.chosen.items()
+            if self.solution.values[column] > 0.5
+        }
 
     def load(self, degree: int) -> float:
         return max(0.0, value_of(self.program.load(degree), self.solution.values))
@@ -441,16 +488,33 @@ def _rounded(columns: Mapping[int, int], solution: Solution) -> Layout:
     return {degree: count for degree, count in counts.items() if count}
 
 
-def _rounded_layout(program: _Program, solution: Solution) -> Layout:
-    return _rounded(program.instances, solution)
+def _most_used(use: _Use) -> Batches:
+    """Of each degree and kind the batch with most of the load; the largest where there is none."""
+    loads: dict[tuple[StepKind, int], dict[int, float]] = {}
+    for d, steps in zip(use.program.demands, use.program.steps, strict=True):
+        for option, column in steps.items():
+            load = d.rate_per_s * option.instance_s * use.solution.values[column]
+            of_batches = loads.setdefault((option.kind, option.tp_degree), {})
+            of_batches[option.batch_tokens] = of_batches.get(option.batch_tokens, 0.0) + load
+    return {key: max(of, key=lambda batch: (of[batch], batch)) for key, of in loads.items()}
 
 
-def _batches(program: _Program, solution: Solution) -> Batches | None:
-    """The batches that a point has chosen; None where none are chosen (time sharing)."""
-    if program.problem.planning.time_sharing:
-        return None
-    return {
-        (kind, degree): batch_tokens
-        for (kind, degree, batch_tokens), column in program.chosen.items()
-        if solution.values[column] > 0.5
-    }
+class _Reached(NamedTuple):
+    """The best point of a program."""
+
+    threshold: float  # the highest; the point's own may be lower by what is given away
+    gap: float
+    use: _Use
+
+    @property
+    def minus_latency(self) -> float:
+        return value_of(self.use.program.minus_latency, self.use.solution.values)
+
+
+def _better(found: _Reached | Status, guess: _Reached) -> _Reached:
+    """The guess, where time was too short for more."""
+    if not isinstance(found, _Reached):
+        return guess._replace(gap=math.inf)
+    if found.gap <= _MARGIN or found.minus_latency >= guess.minus_latency:
+        return found
+    return guess._replace(gap=max(found.gap, _MARGIN * 2))
