@@ -143,7 +143,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel("report.*", m.Report, "publish", ("worker",), ("scheduler", "step-predictor", "threshold-controller")),
     Channel("canvas.*", m.CanvasStep, "publish", ("worker",), ("gateway",)),
     Channel("forecast.*", m.Forecast, "publish", ("step-predictor",), ("threshold-controller",)),
-    Channel("load.state", m.LoadState, "publish", ("threshold-controller",), ("scheduler",)),
+    Channel("load.state", m.LoadState, "publish", ("threshold-controller",), ("scheduler", "gateway")),
     Channel(
         "status.instance.*",
         m.InstanceStatus,
@@ -162,7 +162,7 @@ CHANNELS: tuple[Channel, ...] = (
         ("worker", "agent", "gateway", "step-predictor"),
     ),
     Channel(WORKLOAD, m.WorkloadSnapshot, "stream", ("workload-monitor",), ("reconfigurator",)),
-    Channel(PLAN, m.ClusterPlan, "stream", ("reconfigurator",), ("agent", "reconfigurator")),
+    Channel(PLAN, m.ClusterPlan, "stream", ("reconfigurator",), ("agent", "reconfigurator", "gateway")),
 )
 
 

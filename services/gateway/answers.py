@@ -3,7 +3,8 @@
 1. A chunk holds new text only, never text that was sent before.
 2. `finish_reason` is in every chunk, null until the choice's last one, which has no text.
 3. `usage` is in a stream only where asked for: null in every chunk, and told once, in a last chunk without choices.
-4. The `tediserve` object is in a whole answer, and in the last chunk of a stream.
+4. The `tediserve` object is in a whole answer, and in the last chunk of a stream. Where the canvas is watched, it also
+   comes in chunks without choices: first the canvas's size, then each step.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from contracts.messages import ProgressRecord, Reason
+from contracts.messages import CanvasStep, ProgressRecord, Reason
 from services.gateway.openai_api import ApiError, Facts
 from services.gateway.policy import CallState, Choice, Finish, TediserveInfo, Token, summary
 from services.gateway.text import TextCodec
@@ -43,6 +44,29 @@ class Answer:
             return b""
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk([self._part(index, delta, (), None)]) for index in range(self._facts.n))
+
+    def canvas(self, tokens: int, block_size: int) -> bytes:
+        """Before the first step of a watched canvas: its output area, in tokens."""
+        return self._chunk([], tediserve={"canvas": {"tokens": tokens, "block_size": block_size}})
+
+    def step(self, index: int, step: CanvasStep) -> bytes:
+        """What a step of a watched canvas committed."""
+        commits = [
+            {"position": position, "text": self._text_of(token_id), "confidence": round(confidence, 4)}
+            for position, token_id, confidence in zip(step.positions, step.token_ids, step.confidences, strict=False)
+        ]
+        shown = {
+            "choice": index,
+            "attempt": step.attempt,
+            "step": step.step,
+            "kind": step.kind,
+            "block_index": step.block_index,
+            "threshold": step.threshold,
+            "instance_id": step.instance_id,
+            "tp_degree": step.tp_degree,
+            "commits": commits,
+        }
+        return self._chunk([], tediserve={"step": shown})
 
     def text(self, index: int, text: str, tokens: Sequence[Token]) -> bytes:
         return self._chunk([self._part(index, {"content": text}, tokens, None)])
@@ -109,7 +133,10 @@ class Answer:
         return entry | {"top_logprobs": [entry] if self._facts.top_logprobs else []}
 
     def _show(self, token: Token) -> str:
-        return self._codec.token_bytes(token.id).decode(errors="replace")
+        return self._text_of(token.id)
+
+    def _text_of(self, token_id: int) -> str:
+        return self._codec.token_bytes(token_id).decode(errors="replace")
 
 
 def event(content: object) -> bytes:

@@ -29,7 +29,18 @@ from services.bus import Stored, new_trace_parent, trace_parent
 from services.gateway.answers import DONE, PING, PREFIXES, Answer, event, extra_of, failure, usage
 from services.gateway.config import GatewayConfig
 from services.gateway.openai_api import Api, ApiError, Arrival, Call, Facts, Kind
-from services.gateway.policy import CallState, ClientGone, Command, EndCall, EndChoice, FailCall, SendText, is_answer
+from services.gateway.page import page_routes
+from services.gateway.policy import (
+    CallState,
+    ClientGone,
+    Command,
+    EndCall,
+    EndChoice,
+    FailCall,
+    SendText,
+    ShowStep,
+    is_answer,
+)
 from services.gateway.schema import ChatOperation, ObjectOperation, ResultOperation, TextOperation, openapi_config
 from services.gateway.service import TOKENS, GatewayService, LiveCall, call_id_for_key
 from services.gateway.text import TextCodec
@@ -43,7 +54,7 @@ _TRACE_PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9
 _CALL_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})")
 _LONG_BODY = 16_384  # bytes; tokenising more would hold up other calls, so it runs in a thread
 _CALL_ROUTES = ("/v1/chat/completions", "/v1/completions")
-_ROUTES = (*_CALL_ROUTES, "/v1/models", "/v1/results", "/health", "/metrics", "/schema")
+_ROUTES = (*_CALL_ROUTES, "/v1/models", "/v1/results", "/v1/cluster", "/health", "/metrics", "/schema")
 
 HTTP_REQUESTS = Counter("tediserve_http_requests", "HTTP requests answered", ["route", "status"])
 HTTP_OPEN = Gauge("tediserve_http_open_requests", "HTTP requests being answered")
@@ -225,7 +236,7 @@ class CallResponse:
             return
         await self._deliver(_send_start(send, 200, _STREAM_HEADERS))
         try:
-            await self._write(send, self._answer.opening() + b"".join(map(self._render, told)))
+            await self._write(send, self._opening() + b"".join(map(self._render, told)))
             while not self._over:
                 news = await self._service.next_commands(self._live, self._config.ping_every_s)
                 self._count(news or [])
@@ -254,10 +265,17 @@ class CallResponse:
         except TimeoutError:
             self._hang_up()
 
+    def _opening(self) -> bytes:
+        request = self._call.requests[0]
+        canvas = self._answer.canvas(request.num_blocks * request.block_size, request.block_size)
+        return self._answer.opening() + (canvas if request.watch else b"")
+
     def _render(self, command: Command) -> bytes:
         match command:
             case SendText(index, text, tokens):
                 return self._answer.text(index, text, tokens)
+            case ShowStep(index, step):
+                return self._answer.step(index, step)
             case EndChoice(index, finish):
                 self._choices_ended += 1
                 last = self._choices_ended == self._call.facts.n and not self._call.include_usage
@@ -333,12 +351,16 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
             raise ApiError(503, f"The gateway is not ready: {lacking}.", type="server_error", code="not_ready")
         return {"status": "ok", "instances": service.live_instances}
 
+    @get("/v1/cluster", operation_class=ObjectOperation)
+    async def cluster() -> dict[str, Any]:
+        return _cluster(gateway)
+
     @get("/metrics", include_in_schema=False)
     async def metrics() -> Response[bytes]:
         return Response(generate_latest(), headers={"content-type": CONTENT_TYPE_LATEST}, media_type=MediaType.TEXT)
 
     app = Litestar(
-        [chat_completions, completions, models, model, result, live, ready, metrics],
+        [chat_completions, completions, models, model, result, cluster, live, ready, metrics, *page_routes()],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception, Exception: _on_exception},
         request_max_body_size=gateway.config.max_body_bytes,
         openapi_config=openapi_config(version, _no_page),
@@ -356,6 +378,16 @@ def _model(gateway: Gateway) -> dict[str, Any]:
         "owned_by": "tediserve",
         "max_model_len": gateway.profile.limits.max_context_tokens,
     }
+
+
+def _cluster(gateway: Gateway) -> dict[str, Any]:
+    """What the page shows: the model's limits, and the cluster as this gateway hears of it."""
+    profile = gateway.profile
+    return {
+        "model": profile.model,
+        "thresholds": profile.decoding.thresholds,
+        "max_output_tokens": profile.limits.max_output_tokens,
+    } | gateway.service.cluster.describe(time.time())
 
 
 class _Front:

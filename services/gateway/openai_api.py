@@ -92,6 +92,13 @@ Pin = Annotated[
     ),
 ]
 IgnoreEos = Annotated[bool, Meta(description="Writes on to `max_tokens`, past the end of the answer.")]
+Watch = Annotated[
+    bool,
+    Meta(
+        description="With `stream`: also sends each denoising step, in `tediserve` of chunks without choices. A step "
+        "may be lost, or revised by a later attempt."
+    ),
+]
 ServiceTier = Annotated[
     str, Meta(description="`flex`, `default` (or `auto`) or `priority`: who waits for whom, and the promised latency.")
 ]
@@ -155,6 +162,7 @@ class CommonBody(Body, frozen=True, kw_only=True):
     slo_ms: SloMs | None = None
     threshold: Pin | None = None
     ignore_eos: IgnoreEos | None = None
+    watch: Watch | None = None
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
@@ -349,6 +357,8 @@ class Api:
         self._check_pin(body.threshold)
         if body.stream_options is not None and not body.stream:
             raise _invalid("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
+        if body.watch and not body.stream:
+            raise _invalid("'watch' is only allowed when 'stream' is true.", param="watch")
 
     def _check_pin(self, threshold: float | None) -> None:
         lowest, highest = self._profile.decoding.thresholds[0], self._profile.decoding.thresholds[-1]
@@ -439,6 +449,7 @@ class Api:
                     threshold=body.threshold,
                     priority=profile.priorities.get(tier, 0),
                     deadline_at=None if slo_ms is None else arrival.now + slo_ms / 1000,
+                    watch=bool(body.watch),
                     detached=arrival.detached,
                     fingerprint=facts.encode(),
                 )

@@ -6,7 +6,8 @@
 3. A choice whose request has finished ends: `stop` at the model's end token, `length` at its last token.
 4. A request that failed or was cancelled by others fails the whole call, and its siblings are cancelled. So do a
    client that hangs up (unless the call is detached: then it goes on unseen) and the call's time limit.
-5. A call ends once: with `EndCall` after all its choices ended, with `FailCall`, or in silence when nobody listens.
+5. Steps of a choice that is watched are shown as they come, beside the text; none after the choice's end.
+6. A call ends once: with `EndCall` after all its choices ended, with `FailCall`, or in silence when nobody listens.
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 from msgspec import structs
 
-from contracts.messages import ProgressRecord, Reason
+from contracts.messages import CanvasStep, ProgressRecord, Reason
 from services.gateway.openai_api import Facts
 from services.gateway.stops import StopScanner
 from services.gateway.text import Detokenizer, TextCodec
@@ -32,6 +33,13 @@ class RecordSeen(NamedTuple):
     seq: int
 
 
+class StepSeen(NamedTuple):
+    """A worker has told a step of a choice that is watched."""
+
+    choice: int
+    step: CanvasStep
+
+
 class ClientGone(NamedTuple):
     """The client has hung up."""
 
@@ -44,7 +52,7 @@ class ShuttingDown(NamedTuple):
     """This gateway stops and cannot wait for the call's end."""
 
 
-Event: TypeAlias = RecordSeen | ClientGone | TimeIsUp | ShuttingDown
+Event: TypeAlias = RecordSeen | StepSeen | ClientGone | TimeIsUp | ShuttingDown
 
 
 class Token(NamedTuple):
@@ -66,6 +74,13 @@ class SendText(NamedTuple):
     choice: int
     text: str
     tokens: tuple[Token, ...]
+
+
+class ShowStep(NamedTuple):
+    """A step of a choice, for who looks on. Not final: a later attempt may revise it."""
+
+    choice: int
+    step: CanvasStep
 
 
 class EndChoice(NamedTuple):
@@ -95,7 +110,7 @@ class WriteCancelled(NamedTuple):
     seq: int
 
 
-Command: TypeAlias = SendText | EndChoice | EndCall | FailCall | WriteCancelled
+Command: TypeAlias = SendText | ShowStep | EndChoice | EndCall | FailCall | WriteCancelled
 
 
 class Choice:
@@ -190,6 +205,8 @@ class CallState:
         match event:
             case RecordSeen():
                 return self._take(event, now)
+            case StepSeen(index, step):
+                return [ShowStep(index, step)] if self.choices[index].finish is None else []
             case ClientGone() | ShuttingDown() if self._detached:
                 return []
             case ClientGone():

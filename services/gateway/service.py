@@ -6,7 +6,8 @@
    503, and the request is cancelled in case it was.
 3. A call with an Idempotency-Key has an id made of that key, so a repeat finds it: it looks for the records and the
    requests of that id, adds what is missing, and follows what is there, whichever gateway took it.
-4. Cancelling writes the final record first and tells the worker after; another final record is as good.
+4. Steps of watched requests are heard by all gateways and taken by the one that answers; they may be lost.
+5. Cancelling writes the final record first and tells the worker after; another final record is as good.
 """
 
 import asyncio
@@ -20,8 +21,20 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from contracts import subjects
 from contracts.codec import MalformedMessage
-from contracts.messages import Cancel, GatewayStatus, GenerateRequest, InstanceStatus, ProgressRecord, Reason, StatusAsk
+from contracts.messages import (
+    Cancel,
+    CanvasStep,
+    ClusterPlan,
+    GatewayStatus,
+    GenerateRequest,
+    InstanceStatus,
+    LoadState,
+    ProgressRecord,
+    Reason,
+    StatusAsk,
+)
 from services.bus import Bus, BusTimeout, Follower, SequenceConflict, Stored, StreamFull
+from services.gateway.cluster_view import ClusterView
 from services.gateway.config import GatewayConfig
 from services.gateway.openai_api import ApiError, Call, Facts, choice_id
 from services.gateway.policy import (
@@ -31,6 +44,7 @@ from services.gateway.policy import (
     Event,
     RecordSeen,
     ShuttingDown,
+    StepSeen,
     TimeIsUp,
     WriteCancelled,
     cancelled_record,
@@ -107,6 +121,7 @@ class GatewayService:
         self._open: set[LiveCall] = set()
         self._instances_seen: dict[str, float] = {}  # monotonic time of the last status of those that take requests
         self._instance_seen_at = time.monotonic()  # of any; a gateway's start counts
+        self.cluster = ClusterView()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- life ------------------------------------------------------------------------------------------------------
@@ -114,6 +129,8 @@ class GatewayService:
     async def start(self) -> None:
         """Hears records and statuses from now on. Raises BusTimeout."""
         await self._bus.subscribe("status.instance.*", InstanceStatus, self._on_instance)
+        await self._bus.subscribe(subjects.LOAD_STATE, LoadState, lambda load: self.cluster.note(load, time.time()))
+        await self._bus.subscribe("canvas.*", CanvasStep, self._on_step)
         await self._bus.subscribe(subjects.STATUS_ASK, StatusAsk, lambda _: self._spawn(self.tell_status()))
         await self._bus.follow(
             subjects.PROGRESS,
@@ -121,6 +138,9 @@ class GatewayService:
             ProgressRecord,
             self._on_record,
             subject_of=subject_of,
+        )
+        await self._bus.follow(
+            subjects.CLUSTER_STREAM, subjects.PLAN, ClusterPlan, lambda plan, _: self.cluster.note(plan, time.time())
         )
         await self._bus.publish(subjects.STATUS_ASK, StatusAsk())
 
@@ -165,6 +185,7 @@ class GatewayService:
     def _on_instance(self, status: InstanceStatus) -> None:
         if status.model != self._profile.model:
             return
+        self.cluster.note(status, time.time())
         if status.draining:
             self._instances_seen.pop(status.instance_id, None)
             return
@@ -294,10 +315,18 @@ class GatewayService:
             await self.next_commands(live, 60.0)
 
     def _on_record(self, record: ProgressRecord, seq: int) -> None:
+        if record.is_final:
+            self.cluster.note_end(record)
         watched = self._watched.get(record.request_id)
         if watched is not None:
             live, index = watched
             live.note(RecordSeen(index, record, seq))
+
+    def _on_step(self, step: CanvasStep) -> None:
+        watched = self._watched.get(step.request_id)
+        if watched is not None:
+            live, index = watched
+            live.note(StepSeen(index, step))
 
     # --- putting requests in ---------------------------------------------------------------------------------------
 

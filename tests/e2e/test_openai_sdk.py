@@ -253,6 +253,29 @@ def test_an_unknown_url_is_not_found(client: OpenAI) -> None:
         client.models.retrieve("gpt-99")
 
 
+# --- watching ----------------------------------------------------------------------------------------------------
+
+
+def test_a_watched_canvas_shows_each_step_beside_the_usual_chunks(client: OpenAI, model: str) -> None:
+    options: dict[str, Any] = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 64, "stream": True}
+    ours = {"watch": True, "threshold": 0.9, "ignore_eos": True}
+    chunks = list(client.chat.completions.create(**options, extra_body=ours))
+    plain = list(client.chat.completions.create(**options, extra_body=ours | {"watch": False}))
+
+    def text(chunks: list[Any]) -> str:
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+    assert text(chunks) == text(plain)
+    extras = [chunk.tediserve for chunk in chunks if getattr(chunk, "tediserve", None)]
+    assert extras[0] == {"canvas": {"tokens": 64, "block_size": 32}}
+    steps = [extra["step"] for extra in extras if "step" in extra]
+    assert [step["step"] for step in steps] == list(range(1, extras[-1]["steps"] + 1))
+    commits = [commit for step in steps for commit in step["commits"]]
+    assert sorted(commit["position"] for commit in commits) == list(range(64))
+    assert all(0 < commit["confidence"] <= 1 for commit in commits)
+    assert not any(getattr(chunk, "tediserve", {}).get("step") for chunk in plain if hasattr(chunk, "tediserve"))
+
+
 # --- curl --------------------------------------------------------------------------------------------------------
 
 

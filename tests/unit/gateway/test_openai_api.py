@@ -196,6 +196,7 @@ def test_what_would_change_a_completion_is_refused_by_name(api: Api, field: dict
         ({"threshold": 0.49}, "threshold", "0.49 is not between 0.5 and 0.9"),
         ({"slo_ms": 0}, "slo_ms", "0"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ({"watch": True}, "watch", "stream"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "stream_options.x"),
         ({"messages": []}, "messages", "length"),
         ({"messages": "hi"}, "messages", "array"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.messages import ProgressRecord
+from contracts.messages import CanvasStep, ProgressRecord
 from services.gateway.openai_api import Facts
 from services.gateway.policy import (
     CallState,
@@ -17,7 +17,9 @@ from services.gateway.policy import (
     FailCall,
     RecordSeen,
     SendText,
+    ShowStep,
     ShuttingDown,
+    StepSeen,
     TediserveInfo,
     TimeIsUp,
     WriteCancelled,
@@ -296,3 +298,27 @@ def test_the_sums_of_a_call() -> None:
 def test_a_deadline_is_met_missed_or_still_open(state: str, ended_at: float, ended: bool, met: bool | None) -> None:
     records = {0: make_record([7], state, deadline_at=9.0)}
     assert summary(records, ended_at, ended=ended).deadline_met is met
+
+
+# --- watching ----------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_shown_until_their_choice_ends(codec: TextCodec) -> None:
+    step = CanvasStep(
+        request_id="r",
+        attempt=1,
+        instance_id="i",
+        tp_degree=1,
+        kind="cache",
+        block_index=0,
+        step=3,
+        threshold=0.9,
+        positions=[1],
+        token_ids=[5],
+        confidences=[0.9],
+    )
+    state = make_state(codec, n=2)
+    assert state.handle(StepSeen(1, step), now=1.0) == [ShowStep(1, step)]
+    see(state, make_record([], "finished", finish="eos"), 1, choice=1)
+    assert state.handle(StepSeen(1, step), now=1.0) == []
+    assert state.handle(StepSeen(0, step), now=1.0) == [ShowStep(0, step)]
