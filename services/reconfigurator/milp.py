@@ -99,6 +99,13 @@ class Solver(Protocol):
     def solve(self, model: Model, objective: Terms, time_limit_s: float) -> Solution: ...
 
 
+class _SilentHighs(highspy.Highs):
+    """Without the banner that the first one would print where plans are printed, and without callbacks."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802 (the base's name; it calls this first, and here prints)
+        self.silent()
+
+
 class HighsSolver:
     """HiGHS, on one thread: the same model gives the same answer unless time runs out."""
 
@@ -106,7 +113,7 @@ class HighsSolver:
 
     def solve(self, model: Model, objective: Terms, time_limit_s: float) -> Solution:
         """Raises SolverFault."""
-        highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        highs: Any = _SilentHighs()  # type: ignore[no-untyped-call]
         for option, value in _HIGHS_OPTIONS.items():
             highs.setOptionValue(option, value)
         highs.setOptionValue("time_limit", max(_MIN_TIME_S, time_limit_s))

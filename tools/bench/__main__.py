@@ -5,6 +5,7 @@
 2. Step overhead of one worker: with the machine's cores free, and with the whole stack on one core.
 3. The threshold-controller: load control over many open requests, and the way from a report to a threshold.
 4. The step predictor: one batch of forecasts on one core.
+5. The planner: both stages for a large cluster.
 Run it on an otherwise idle machine; the ratios travel, the absolute numbers do not.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from tools.bench.control import OPEN, REPORTS_PER_S, RUNNING, measure_load_control, measure_reaction
 from tools.bench.hangups import NUM_CLIENTS, hang_ups
+from tools.bench.planner import print_planner
 from tools.bench.predictor import measure_predictor
 from tools.bench.serving import measure_overhead, measure_throughput, quantile
 from tools.bench.stack import free_ports, running_stack
@@ -36,6 +38,7 @@ def main() -> None:
     _steps(options.profile, options.requests)
     _control(options.profile)
     _predictor(options.profile)
+    print_planner()
 
 
 def _serving(profile: str, count: int) -> None:

@@ -76,7 +76,7 @@ def test_the_layout_chosen_is_good_for_its_loads(caching: bool) -> None:
         layout = {d.tp_degree: d.instances for d in figures.degrees}
         again = assess(problem, demands, layout, solver, LIMIT_S)
         assert again.figures is not None
-        assert again.figures.mean_latency_s == pytest.approx(figures.mean_latency_s, rel=1e-4)
+        assert again.figures.mean_latency_s <= figures.mean_latency_s * (1 + 1e-4), "it can do what is said of it"
 
 
 def test_with_time_sharing_a_threshold_is_never_lower() -> None:

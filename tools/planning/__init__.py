@@ -1,0 +1,1 @@
+"""The reconfigurator over a recorded curve of request rates."""
