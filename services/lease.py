@@ -11,6 +11,7 @@ import asyncio
 from contracts import subjects
 from contracts.messages import SchedulerLease
 from services.bus import Bus, BusTimeout, SequenceConflict
+from services.runtime import Stop
 
 LEASE_TTL_S = 1
 RENEW_EVERY_S = 0.3
@@ -41,6 +42,26 @@ class Lease:
             else:
                 self.epoch = self._seq
                 return self.epoch
+
+    async def acquire_unless(self, stopping: asyncio.Event) -> bool:
+        """As `acquire`. False: asked to stop while standing by."""
+        acquiring, stopped = asyncio.create_task(self.acquire()), asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait({acquiring, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not acquiring.done():
+                return False
+            acquiring.result()
+            return True
+        finally:
+            acquiring.cancel()
+            stopped.cancel()
+
+    async def keep_or_stop(self) -> None:
+        """Renews for ever. Raises Stop, with exit code 3, when it is lost."""
+        try:
+            await self.keep()
+        except LeaseLost as error:
+            raise Stop(3, f"lease lost: {error}") from None
 
     async def keep(self) -> None:
         """Renews for ever. Raises LeaseLost."""

@@ -2,7 +2,7 @@
 
 1. What `[agent] devices` names counts: "cuda", "cpu", or some of them, as in "cuda:0,1".
 2. "auto": GPUs, if NVML finds any that `CUDA_VISIBLE_DEVICES` leaves, else cores.
-3. Cores are those that this process may run on.
+3. Cores are those that this process may run on. One that is named and is none of them is a mistake.
 """
 
 import contextlib
@@ -37,9 +37,11 @@ def check_devices(text: str) -> None:
 
 
 def find_devices(text: str, environ: Mapping[str, str]) -> Devices:
-    """The devices that the setting means here. Raises ConfigError where there are none."""
+    """The devices that the setting means here. Raises ConfigError where they are not there."""
     named = _NAMED.fullmatch(text)
     assert named is not None, "checked with the settings"
+    if named[2] == "cpu" and (missing := set(_numbers(named[3])) - set(cores())):
+        raise ConfigError(f"[agent] devices: {text!r}: no core {min(missing)} here, there are {list(cores())}")
     if named[3]:
         return Devices("cpu" if named[2] == "cpu" else "cuda", _numbers(named[3]))
     gpus = () if named[1] == "cpu" else visible_gpus(count_gpus(), environ)

@@ -1,28 +1,42 @@
-"""`python -m services.reconfigurator plan`."""
+"""`python -m services.reconfigurator`, or `python -m services.reconfigurator plan PROBLEM`."""
 
 import argparse
 import logging
 import sys
 from pathlib import Path
 
-from services.settings import ConfigError
+from services.settings import ConfigError, load_section
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.reconfigurator", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands.add_parser("serve", help="the service, as without a command; settings: [reconfigurator]")
     plan = commands.add_parser("plan", help="plan a layout from a problem file (docs/planning.md)")
     plan.add_argument("problem", type=Path, help="JSON: classes, thresholds, degrees, nodes, today's layout")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     arguments = parser.parse_args()
     try:
-        run_plan(arguments.problem, as_json=arguments.json)
+        if arguments.command == "plan":
+            run_plan(arguments.problem, as_json=arguments.json)
+        else:
+            run_service()
     except ConfigError as error:
-        print(f"{arguments.command}: {error}", file=sys.stderr)
+        print(f"{arguments.command or 'reconfigurator'}: {error}", file=sys.stderr)
         sys.exit(2)
 
 
 # The solver is imported late: a mistake in the file is told without it.
+
+
+def run_service() -> None:
+    """Until asked to stop. Raises ConfigError."""
+    from services.reconfigurator.config import ReconfiguratorConfig
+    from services.reconfigurator.service import make_serve
+    from services.runtime import main as run
+
+    config = load_section(ReconfiguratorConfig, "reconfigurator")
+    run("reconfigurator", make_serve(config), metrics_port=config.metrics_port)
 
 
 def run_plan(path: Path, as_json: bool) -> None:

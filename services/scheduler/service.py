@@ -24,7 +24,7 @@ from contracts import subjects
 from contracts.codec import MalformedMessage
 from services.bus import Bus, BusTimeout, Follower, NoResponder, trace_parent
 from services.costs import load_latency
-from services.lease import Lease, LeaseLost
+from services.lease import Lease
 from services.profile import check_retention, load_profile
 from services.progress import Overtaken, subject_of, write_record
 from services.runtime import Runtime, Stop, new_id
@@ -71,10 +71,11 @@ def make_serve(config: SchedulerConfig) -> Callable[[Runtime], Awaitable[None]]:
     async def serve(runtime: Runtime) -> None:
         check_retention(profile, runtime.bus.result_retention_s)
         lease = Lease(runtime.bus, new_id("sched"))
-        if not await _acquire(lease, runtime):
+        logger.info("waiting for the lease")
+        if not await lease.acquire_unless(runtime.stopping):
             return
         logger.info("acting, epoch %d", lease.epoch)
-        runtime.spawn(_keep(lease), name="lease")
+        runtime.spawn(lease.keep_or_stop(), name="lease")
         scheduler = Scheduler(config, profile, latency, lease.epoch)
         service = SchedulerService(runtime, scheduler, config)
         runtime.spawn(service.start(), name="start")
@@ -86,29 +87,6 @@ def make_serve(config: SchedulerConfig) -> Callable[[Runtime], Awaitable[None]]:
         await lease.give_up()
 
     return serve
-
-
-async def _acquire(lease: Lease, runtime: Runtime) -> bool:
-    """False: asked to stop while standing by."""
-    acquiring = asyncio.create_task(lease.acquire())
-    stopping = asyncio.create_task(runtime.stopping.wait())
-    logger.info("waiting for the lease")
-    try:
-        await asyncio.wait({acquiring, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if acquiring.done():
-            acquiring.result()
-            return True
-        return False
-    finally:
-        acquiring.cancel()
-        stopping.cancel()
-
-
-async def _keep(lease: Lease) -> None:
-    try:
-        await lease.keep()
-    except LeaseLost as error:
-        raise Stop(3, f"lease lost: {error}") from None
 
 
 class SchedulerService:

@@ -17,6 +17,7 @@ PURE = sorted(
         SERVICES / "denoiser" / "run.py",
         SERVICES / "denoiser" / "worker_events.py",
         SERVICES / "gateway" / "stops.py",
+        SERVICES / "reconfigurator" / "cluster.py",
         SERVICES / "reconfigurator" / "plan.py",
         SERVICES / "reconfigurator" / "problem.py",
         SERVICES / "reconfigurator" / "rollout.py",
@@ -28,6 +29,7 @@ PURE = sorted(
         SERVICES / "threshold_controller" / "load.py",
         SERVICES / "threshold_controller" / "needs.py",
         SERVICES / "threshold_controller" / "prices.py",
+        SERVICES / "threshold_controller" / "steady.py",
     ]
 )
 STANDARD = {

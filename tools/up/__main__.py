@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from services.profile import load_profile
+from services.reconfigurator.config import ReconfiguratorConfig
 from services.settings import ConfigError, load_section
 from services.step_predictor.config import MODEL_FILE as PREDICTOR_FILE
 from tools.up import children
@@ -37,7 +38,7 @@ SAMPLE_PROBLEM = "Tom has 12 apples. He buys 7 more. How many apples does he hav
 SAMPLE_ANSWER = "19"
 
 IMPATIENT_S = 1.0
-_STOP_LIMIT_S = 45.0  # --down: longer than all stop limits of plan.py together
+_STOP_LIMIT_S = 60.0  # --down: longer than all stop limits of plan.py together
 
 
 class CannotStart(Exception):
@@ -177,7 +178,8 @@ class _AskedToStop(Exception):
 async def _up(config: UpConfig, model: str, nats_server: str, *, verbose: bool) -> int:
     children.adopt_orphans()
     has_predictor = (Path(config.profile) / PREDICTOR_FILE).exists()
-    processes = processes_of(config, nats_server, has_predictor=has_predictor)
+    reconfigures = load_section(ReconfiguratorConfig, "reconfigurator").enabled
+    processes = processes_of(config, nats_server, has_predictor=has_predictor, reconfigures=reconfigures)
     supervisor = Supervisor(processes, config.folder, _say, verbose=verbose)
     supervisor.note(url=config.url, port=config.port, nats_url=config.nats_url)
     asked = _on_signals(supervisor)

@@ -5,7 +5,8 @@ Starting and stopping:
 2. They stop one after another, in STOP_ORDER: first who takes requests in, last who stores them. The scheduler stays
    until the workers have handed back what they hold.
 3. Instances are the agent's: it starts them, stops them and tells of their death. They are not in this list. The
-   step-predictor is there if the profile has a model for it.
+   step-predictor is there if the profile has a model for it; workload-monitor and reconfigurator if the latter is
+   enabled, and then the agent follows its plan.
 When a process ends by itself:
 4. Exit code 2 means a wrong configuration, which another start does not mend: the stack is given up, or goes on
    without a process that is optional.
@@ -19,7 +20,10 @@ from typing import NamedTuple
 
 from tools.up.config import UpConfig
 
-STOP_ORDER = ("gateway", "agent", "threshold-controller", "step-predictor", "scheduler", "nats")
+STOP_ORDER = (
+    *("gateway", "reconfigurator", "agent", "workload-monitor", "threshold-controller", "step-predictor"),
+    *("scheduler", "nats"),
+)
 
 EXIT_WRONG_CONFIG = 2  # services/runtime.py, rule 3
 FIRST_PAUSE_S = 0.1
@@ -39,7 +43,9 @@ class Process(NamedTuple):
     optional: bool = False  # the others do without it
 
 
-def processes_of(config: UpConfig, nats_server: str, *, has_predictor: bool = False) -> tuple[Process, ...]:
+def processes_of(
+    config: UpConfig, nats_server: str, *, has_predictor: bool = False, reconfigures: bool = False
+) -> tuple[Process, ...]:
     """The stack. `nats_server`: path of that program; `has_predictor`: whether the profile has a step predictor."""
     shared = {
         "TEDISERVE_NATS_URL": config.nats_url,
@@ -53,6 +59,17 @@ def processes_of(config: UpConfig, nats_server: str, *, has_predictor: bool = Fa
     predictor = service(
         "step-predictor", "services.step_predictor", stop_limit_s=5.0, STEP_PREDICTOR_PROFILE=config.profile
     )._replace(optional=True)
+    planners = (
+        service(
+            "workload-monitor", "services.workload_monitor", stop_limit_s=5.0, WORKLOAD_MONITOR_PROFILE=config.profile
+        ),
+        service(
+            "reconfigurator",
+            "services.reconfigurator",
+            stop_limit_s=5.0,
+            RECONFIGURATOR_PROFILE=config.profile,
+        ),
+    )
     return (
         Process("nats", _nats_command(config, nats_server), {}, 5.0),
         service("scheduler", "services.scheduler", stop_limit_s=5.0, SCHEDULER_PROFILE=config.profile),
@@ -79,9 +96,11 @@ def processes_of(config: UpConfig, nats_server: str, *, has_predictor: bool = Fa
             AGENT_PROFILE=config.profile,
             AGENT_WORKERS=config.workers,
             AGENT_STOP_LIMIT_S=12,
+            **({"AGENT_PLANNED": True} if reconfigures else {}),
             WORKER_DRAIN_LIMIT_S=10,
         ),
         *([predictor] if has_predictor else []),
+        *(planners if reconfigures else []),
     )
 
 

@@ -68,7 +68,10 @@ def test_where_all_are_hidden_there_are_cores(environ: dict[str, str]) -> None:
 @pytest.mark.usefixtures("no_gpus")
 def test_without_a_driver_there_are_the_cores_that_this_process_may_run_on() -> None:
     assert find_devices("auto", {}) == Devices("cpu", tuple(sorted(os.sched_getaffinity(0))))
-    assert find_devices("cpu:7,3", {}) == Devices("cpu", (7, 3))
+    core = max(os.sched_getaffinity(0))
+    assert find_devices(f"cpu:{core}", {}) == Devices("cpu", (core,))
+    with pytest.raises(ConfigError, match="no core 4095 here"):
+        find_devices(f"cpu:{core},4095", {})
 
 
 def test_gpus_that_are_not_named_by_number_are_refused() -> None:

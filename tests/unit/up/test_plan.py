@@ -10,7 +10,7 @@ from tools.up.plan import LONGEST_PAUSE_S, STEADY_S, STOP_ORDER, GiveUp, Restart
 
 
 def test_every_process_has_its_place_in_the_stop_order() -> None:
-    processes = processes_of(UpConfig(), "nats-server", has_predictor=True)
+    processes = processes_of(UpConfig(), "nats-server", has_predictor=True, reconfigures=True)
     assert sorted(STOP_ORDER) == sorted(process.name for process in processes)
     assert STOP_ORDER[0] == "gateway"
     assert STOP_ORDER[-1] == "nats"
@@ -35,6 +35,17 @@ def test_a_step_predictor_is_started_where_the_profile_has_one_and_is_optional()
     assert [name for name, process in with_one.items() if process.optional] == ["step-predictor"]
     without = {process.name for process in processes_of(UpConfig(), "nats-server")}
     assert with_one.keys() - without == {"step-predictor"}
+
+
+def test_a_stack_that_reconfigures_has_two_services_more_and_an_agent_that_follows_their_plan() -> None:
+    plain = {p.name: p for p in processes_of(UpConfig(), "nats-server")}
+    planned = {p.name: p for p in processes_of(UpConfig(profile="profiles/a"), "nats-server", reconfigures=True)}
+    assert planned.keys() - plain.keys() == {"workload-monitor", "reconfigurator"}
+    for name in ("workload-monitor", "reconfigurator"):
+        table = name.upper().replace("-", "_")
+        assert planned[name].environment[f"TEDISERVE_{table}_PROFILE"] == "profiles/a"
+    assert planned["agent"].environment["TEDISERVE_AGENT_PLANNED"] == "True"
+    assert "TEDISERVE_AGENT_PLANNED" not in plain["agent"].environment
 
 
 def test_pauses_double_up_to_a_limit() -> None:
