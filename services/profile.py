@@ -32,7 +32,7 @@ class Decoding(Section, frozen=True, kw_only=True):
     block_size: Positive = 32
     cache: CacheMode = "dual"
     thresholds: tuple[Probability, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)  # the threshold set, ascending
-    threshold: Probability = 0.9  # what a request starts with
+    threshold: Probability = 0.9  # what a request starts with, and the highest it runs at without a pin
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     max_tokens: Positive = 256  # where the client names no length: the canvas is sized by it, so it is the cost knob
     steps_per_block: Annotated[float, Meta(ge=1.0)] = 8.0  # mean at `threshold`; prices a request before it has run
@@ -142,6 +142,11 @@ def _check(profile: Profile, path: Path) -> None:
     d, limits = profile.decoding, profile.limits
     if not d.thresholds or list(d.thresholds) != sorted(set(d.thresholds)):
         raise ConfigError(f"{path}: decoding.thresholds must be ascending and not empty, is {d.thresholds}")
+    if d.threshold not in d.thresholds:
+        raise ConfigError(
+            f"{path}: decoding.threshold {d.threshold:g} is none of decoding.thresholds {d.thresholds}: it is the "
+            "highest that a request runs at without a pin, so name one of them, or add it"
+        )
     if d.steps_by_threshold and len(d.steps_by_threshold) != len(d.thresholds):
         raise ConfigError(
             f"{path}: decoding.steps_by_threshold needs a number for each of decoding.thresholds: "

@@ -20,8 +20,9 @@ class ThresholdControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbi
     plan: Plan = "flat"  # in which order a request's rest runs at low and at high thresholds; "paper" knows only flat
     risk: float = 0.5  # steps planned for: 0 the forecast's mean, 1 its upper bound; "paper" takes the mean
     margin_s: float = 0.02  # of the time to the deadline, kept for the way back to the client
+    rise_margin: float = 0.2  # share of time or capacity that a rise must leave free, or thresholds flap; "paper": 0
     deadline_control: bool = True  # false: every request runs at its cap
-    load_control: bool = True  # false: every cap is the highest threshold
+    load_control: bool = True  # false: every cap is the profile's threshold
     load_every_s: float = 0.05  # load control runs at most so often
     repeat_s: float = 1.0  # thresholds and load state are said at least so often
     instance_silent_s: float = 3.0  # without a sign of life, an instance is no capacity any more
@@ -36,6 +37,8 @@ class ThresholdControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbi
                 raise ValueError(f"{name}: {getattr(self, name)} is negative")
         if not 0 <= self.risk <= 1:
             raise ValueError(f"risk: {self.risk} is not between 0 (the mean) and 1 (the upper bound)")
+        if not 0 <= self.rise_margin < 1:
+            raise ValueError(f"rise_margin: {self.rise_margin} is not a share, from 0 to below 1")
         if not 0 <= self.metrics_port <= 65535:
             raise ValueError(f"metrics_port: {self.metrics_port} is no port")
         if self.policy == "paper" and self.plan != "flat":

@@ -8,31 +8,35 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
    An instance that exited, or without a sign of life for `instance_silent_s`, holds nothing and is no capacity.
 3. How many steps a request still needs under each threshold: `needs.py`. What they cost: `prices.py`.
 4. Hopeless is a request whose deadline would pass even if it ran alone on the fastest instance at the lowest threshold,
-   and needed as few steps as its forecast's spread allows. It runs at the lowest threshold.
+   and needed as few steps as its forecast's spread allows. It runs at the lowest threshold, and is hopeless until it
+   could make it with `rise_margin` of its slack to spare.
    `paper`: its slack is at most 0.7 times the mean steps at the lowest threshold, all of them recompute steps.
 Load control, `load_every_s` after something changed:
-5. Demand is the work of all requests, capacity the time of all instances over the horizon: the mean SLO of the
-   requests, weighted by their work at the lowest threshold. Without any SLO there is nothing to keep, and no cap.
-6. Requests with a deadline come first, then those without, for they can wait; hopeless ones come last. Each group
-   shares out what the one before it left, in order of priority, then arrival (`load.py`); hopeless ones get the lowest.
-   `paper`: all are one group.
+5. Capacity is the time of all instances but those that drain: what these hold moves on at its next boundary, so it
+   counts. Nobody's cap is above the profile's `decoding.threshold`: who wants more pins it.
+6. Requests with a deadline come first, then those without, for they can wait; in order of priority, then arrival, they
+   share out the capacity (`load.py`). Hopeless ones get the lowest and change nobody else's cap.
+   `paper`: all are one group; without any deadline nobody is limited.
+   Before load control has seen a newcomer its cap is that of the last request which comes before it.
+7. A cap falls at once, and rises only if it would with `rise_margin` of the capacity kept free (`steady.py`).
 Deadline control, of a whole instance at once, when its batch, a forecast or a cap changed, with each report on a
 request without a forecast, and each `repeat_s`:
-7. A pin is never touched. Without a deadline a request runs at its cap, a hopeless one at the lowest threshold.
-8. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says:
+8. A pin is never touched. Without a deadline a request runs at its cap, a hopeless one at the lowest threshold.
+9. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says:
    `flat`: the highest threshold, not above the cap, at which the rest ends in time; if none, the lowest.
    `low_first`: the cap, if at it the rest ends in time; else the lowest, until it does.
    `high_first`: the highest, not above the cap, at which the open block ends so early that the rest can still be made
    at the lowest.
-9. How often the others recompute depends on their thresholds, and these on it: from everybody at the cap down, until
-   nothing changes or `_ROUNDS` are over. So what is decided depends on what is known, not on what was decided before.
-10. An instance is told the thresholds of all that it holds when one changed, and each `repeat_s`.
+   It falls at once, and rises only if it would with `rise_margin` of the slack kept free.
+10. How often the others recompute depends on their thresholds, and these on it: from everybody at the cap down, until
+   nothing changes or `_ROUNDS` are over. What was decided before bears on it only as rules 7 and 9 say.
+11. An instance is told the thresholds of all that it holds when one changed, and each `repeat_s`.
 """
 
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -61,17 +65,19 @@ from services.threshold_controller.events import (
     Tick,
     WakeAt,
 )
-from services.threshold_controller.load import Works, grant, horizon
+from services.threshold_controller.load import Claims, Horizons, Reach, Works, paper_caps, paper_horizon, reach
 from services.threshold_controller.needs import Lengths, Need, Outlook, Shape, Standing
 from services.threshold_controller.prices import (
     NOBODY,
     StepPrices,
     Supply,
     alone_prices,
+    mean_share,
     own_prices,
     paper_own_prices,
     shared_prices,
 )
+from services.threshold_controller.steady import Steady, between
 
 _MAX_PAST = 4096  # ids of requests that ended, kept for those that are seen after their record
 _MAX_GONE = 4096  # ids of instances that exited, kept for statuses that arrive after the news
@@ -81,6 +87,7 @@ _RATIO_CHANGE = 0.1  # of itself; a latency ratio that changes less changes no p
 _MOST_STALE = 256  # requests whose work is computed anew in one run of load control, where only prices have changed
 _ROUNDS = 3
 _PAPER_HOPELESS = 0.7
+_LEAST_HORIZON_S = 1e-3  # of an SLO that had passed before the request came
 _FORGET_S = 60.0  # after its time limit, a request whose end was never heard of
 
 
@@ -99,12 +106,14 @@ class _Open:
     rank: tuple[int, int]  # most urgent first, then by arrival
     pin: float | None
     deadline: float | None
-    slo_s: float | None
+    horizon_s: float  # its SLO; without one, its time limit
     expires_at: float
     canvas_tokens: int
     block_size: int
     shape: Shape
     cap: int  # index into the threshold set
+    chosen: Steady
+    is_new: bool = True  # load control has not seen it: its cap is a guess
     attempt: int = 1
     record_seq: int = 0
     instance_id: str = ""
@@ -137,28 +146,17 @@ class _Instance:
     id: str
     seen_at: float
     heard: bool = False
+    draining: bool = False
     supply: Supply = _UNKNOWN
     residents: dict[str, _Open] = field(default_factory=dict)
     told: frozenset[tuple[str, int, float]] = frozenset()  # ids, attempts and thresholds
     repeat_at: float = 0.0
 
 
-@dataclass(slots=True)
-class _Group:
-    """Requests that share out what another group has left (rule 6), by rank."""
-
-    requests: list[_Open] = field(default_factory=list)
-    works: list[Works] = field(default_factory=list)
-
-    @property
-    def least(self) -> float:
-        """Their work at the lowest threshold."""
-        return sum([works[0] for works in self.works])
-
-
 class _Prices(NamedTuple):
     shared: StepPrices
     alone: StepPrices
+    share: float  # of an instance, for each of those that fill it
 
 
 _Alarm: TypeAlias = Literal["instance", "load", "load_state", "repeat", "settle"]
@@ -175,14 +173,16 @@ class ThresholdController:
         self._means = profile.decoding.mean_steps
         self._is_paper = config.policy == "paper"
         self._risk = 0.0 if self._is_paper else config.risk
-        self._top = len(self.thresholds) - 1
+        self._top = self.thresholds.index(profile.decoding.threshold)
+        self._rise_margin = 0.0 if self._is_paper else config.rise_margin
         self._open: dict[str, _Open] = {}
         self._ranked: list[tuple[tuple[int, int], _Open]] = []  # no two ranks are equal
         self._instances: dict[str, _Instance] = {}
         self._past: OrderedDict[str, None] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._lengths = Lengths()
-        self._fleet: dict[Supply, int] = {}  # how many instances of each kind
+        self._fleet: dict[Supply, int] = {}  # how many instances of each kind are capacity
+        self._known: dict[Supply, int] = {}  # and how many there are, those that drain included
         self._prices: dict[Resident, _Prices] = {}
         self._settled = False
         self._load_changed = False
@@ -215,7 +215,12 @@ class ThresholdController:
     # --- events ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        self._apply(event, now)
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Event], now: float) -> list[Command]:
+        """In this order, at one time: what follows from all of them is decided once."""
+        for event in events:
+            self._apply(event, now)
         if self._settled:
             self._decide(now)
             self._plan_load_control(now)
@@ -260,16 +265,23 @@ class ThresholdController:
             rank=(-request.priority, event.seq),
             pin=request.threshold,
             deadline=event.deadline,
-            slo_s=_slo_of(request),
+            horizon_s=_horizon_of(request),
             expires_at=event.expires_at,
             canvas_tokens=request.canvas_tokens,
             block_size=request.block_size,
             shape=Shape(request.num_blocks, request.cache, request.ignore_eos),
-            cap=self._top,
+            cap=self._first_cap(request.priority),
+            chosen=Steady(self._top),
         )
         self._open[open_.id] = open_
         insort(self._ranked, (open_.rank, open_), key=_rank_of)
         self._load_changed = True
+
+    def _first_cap(self, priority: int) -> int:
+        """Of a newcomer, until load control has walked by it: as the last of those that come before it."""
+        caps = self._load_state.caps if self._load_state is not None else []
+        before = [cap.threshold for cap in caps if cap.priority >= priority]  # most urgent first
+        return self.thresholds.index(before[-1]) if before else self._top
 
     def _note_record(self, event: RecordSeen, now: float) -> None:
         record = event.record
@@ -340,8 +352,8 @@ class ThresholdController:
             return
         instance = self._instance(status.instance_id, now)
         supply = Supply(status.tp_degree, status.max_requests, status.kv_tokens, instance.supply.latency_ratio)
-        if not instance.heard or supply != instance.supply:
-            instance.heard, instance.supply = True, supply
+        if (True, supply, status.draining) != (instance.heard, instance.supply, instance.draining):
+            instance.heard, instance.supply, instance.draining = True, supply, status.draining
             self._note_fleet(instance)
         self._note_ratio(instance, status.latency_ratio)
         for held in status.held:
@@ -364,8 +376,9 @@ class ThresholdController:
     def _note_fleet(self, instance: _Instance) -> None:
         """What instances there are has changed: so have all prices."""
         self._undecided.add(instance.id)
-        counts = Counter(other.supply for other in self._instances.values() if other.heard)
-        self._fleet = dict(sorted(counts.items()))
+        heard = [other for other in self._instances.values() if other.heard]
+        self._known = _count(other.supply for other in heard)
+        self._fleet = _count(other.supply for other in heard if not other.draining)
         self._prices.clear()
         for open_ in self._open.values():
             open_.is_stale = True
@@ -433,17 +446,18 @@ class ThresholdController:
         if found is None:
             if len(self._prices) >= _MAX_PRICES:
                 self._prices.clear()
-            ends = self._means[0], self._means[-1]
+            ends = self._means[0], self._means[self._top]
             found = self._prices[resident] = _Prices(
                 shared_prices(self._latency, self._fleet, resident, ends, self.config.policy),
-                alone_prices(self._latency, self._fleet, resident),
+                alone_prices(self._latency, self._known, resident),
+                mean_share(self._fleet, resident),
             )
         return found
 
     def _needs(self, open_: _Open, risk: float) -> list[Need]:
-        """By threshold of the set; a single one if the request is pinned."""
+        """By threshold, up to the highest that requests run at; a single one if the request is pinned."""
         needs = open_.outlook.needs(open_.standing, open_.shape, self._means, self._lengths, risk)
-        return needs if open_.pin is None else [_at(open_.pin, self.thresholds, needs)]
+        return needs[: self._top + 1] if open_.pin is None else [_at(open_.pin, self.thresholds, needs)]
 
     def _mean_needs(self, open_: _Open) -> list[Need]:
         if open_.means is None:
@@ -467,9 +481,12 @@ class ThresholdController:
 
     def _is_hopeless(self, open_: _Open, now: float) -> bool:
         """`works` must be known."""
-        return open_.deadline is not None and open_.deadline - self.config.margin_s - now < open_.least_s
+        if open_.deadline is None:
+            return False
+        slack = open_.deadline - self.config.margin_s - now
+        return slack * (1 - self._rise_margin * open_.hopeless) < open_.least_s
 
-    # --- rules 5 and 6: load control ------------------------------------------------------------------------------
+    # --- rules 5 to 7: load control ------------------------------------------------------------------------------
 
     def _plan_load_control(self, now: float) -> None:
         if self._load_changed and not self._load_is_due:
@@ -480,81 +497,127 @@ class ThresholdController:
         """`say`: even where nothing has changed."""
         self._load_changed = self._load_is_due = False
         self._load_at = now + self.config.load_every_s
-        urgent, patient, hopeless = _Group(), _Group(), _Group()
+        counted: list[_Open] = []
+        patient: list[_Open] = []
+        hopeless: list[_Open] = []
         num_hopeless = num_stale = 0
         for _, open_ in self._ranked:
             if open_.ended:
                 continue
-            works = open_.works
-            if works is None or (open_.is_stale and num_stale < _MOST_STALE):
-                num_stale += works is not None
-                works = self._weigh(open_)
-            group = urgent
-            if open_.deadline is None:
-                group = urgent if self._is_paper else patient
-            else:
+            if open_.works is None or (open_.is_stale and num_stale < _MOST_STALE):
+                num_stale += open_.works is not None
+                self._weigh(open_)
+            group = patient
+            if open_.deadline is not None:
                 is_hopeless = self._is_hopeless(open_, now)
                 if is_hopeless != open_.hopeless:
                     open_.hopeless = is_hopeless
                     self._undecided.add(open_.instance_id)
-                if is_hopeless:
-                    num_hopeless += 1
-                    group = urgent if self._is_paper else hopeless
-            group.requests.append(open_)
-            group.works.append(works)
+                num_hopeless += is_hopeless
+                group = hopeless if is_hopeless else counted
+            (counted if self._is_paper else group).append(open_)
         self._load_changed = num_stale == _MOST_STALE  # there may be more
-        slos = [
-            (o.slo_s, works[0]) for o, works in zip(urgent.requests, urgent.works, strict=True) if o.slo_s is not None
-        ]
-        over_s = horizon(slos)
-        self._horizon_s = over_s or self._horizon_s
-        capacity = self._horizon_s * sum(self._fleet.values())
-        if over_s is not None and self.config.load_control:
-            demand = self._share_out(urgent, patient, hopeless, capacity)
-        else:
-            demand = self._allow_all(urgent, patient, hopeless)
-        groups = (hopeless, patient, urgent)
-        state = m.LoadState(
-            sent_at=0.0,
-            horizon_s=self._horizon_s,
-            demand_s=demand,
-            capacity_s=capacity,
-            caps=self._caps_by_priority(patient, urgent),
-            num_open=sum(len(group.requests) for group in groups),
-            num_hopeless=num_hopeless,
-            floor_s=sum(group.least for group in groups),
-        )
-        before, self._load_state = self._load_state, state
+        counted += patient
+        before = self._load_state
+        share_out = self._share_out_as_the_paper if self._is_paper else self._share_out
+        state = self._load_state = share_out(counted, hopeless, num_hopeless)
         if say or before is None or (before.caps, before.num_hopeless) != (state.caps, state.num_hopeless):
             self._commands.append(SendLoadState(state))
 
-    def _share_out(self, urgent: _Group, patient: _Group, hopeless: _Group, capacity: float) -> float:
-        """Rule 6: gives everybody a cap. Returns the demand at these caps."""
-        first = grant(urgent.works, capacity, paper=self._is_paper)
-        left = first.spare_s if first.is_open else min(first.spare_s, -1.0)
-        second = grant(patient.works, left)
-        self._set_caps(urgent, first.caps)
-        self._set_caps(patient, second.caps)
-        self._set_caps(hopeless, [0] * len(hopeless.works))
-        return (capacity - first.spare_s) + (left - second.spare_s) + hopeless.least
+    def _share_out(self, counted: list[_Open], hopeless: list[_Open], num_hopeless: int) -> m.LoadState:
+        """Rules 5 to 7: gives everybody a cap."""
+        self._cap_all(hopeless, 0)
+        num_instances = float(sum(self._fleet.values()))
+        claims = self._claims(counted)
+        if self.config.load_control:
+            high = reach(claims, num_instances)
+            low = reach(claims, num_instances * (1 - self.config.rise_margin))
+            self._cap_by_walk(counted, low, high)
+        else:
+            self._cap_all(counted, self._top)
+        fullest = max(claims, key=lambda c: c.floor_s / c.length_s, default=None)
+        length_s = fullest.length_s if fullest is not None else 0.0
+        demand_s = fullest.demand_s([o.cap for o in counted]) if fullest is not None else 0.0
+        floor_s = fullest.floor_s if fullest is not None else 0.0
+        return self._state(counted, hopeless, num_hopeless, length_s, demand_s, floor_s)
 
-    def _allow_all(self, *groups: _Group) -> float:
-        for group in groups:
-            self._set_caps(group, [self._top] * len(group.works))
-        return sum([works[-1] for group in groups for works in group.works])
+    def _claims(self, counted: list[_Open]) -> list[Claims]:
+        """By horizon, ascending."""
+        works = [o.works for o in counted if o.works is not None]
+        lengths_s = [o.horizon_s for o in counted]
+        horizons = Horizons(lengths_s)
+        numbers = horizons.number_of(lengths_s)
+        shares = [self._prices_of(o.resident).share for o in counted] if len(horizons.lengths_s) > 1 else []
+        return [Claims(works, numbers, shares, k, length_s) for k, length_s in enumerate(horizons.lengths_s)]
 
-    def _set_caps(self, group: _Group, caps: list[int]) -> None:
-        for open_, cap in zip(group.requests, caps, strict=True):
+    def _cap_by_walk(self, counted: list[_Open], low: Reach, high: Reach) -> None:
+        """Between what the walk gives and what it would give with the reserve kept (`steady.py`)."""
+        for place, open_ in enumerate(counted):
+            if open_.pin is not None:
+                continue
+            most = self._top if place < high.place else high.threshold if place == high.place else 0
+            least = self._top if place < low.place else low.threshold if place == low.place else 0
+            if not least == most == open_.cap:
+                self._cap(open_, most if open_.is_new else between(open_.cap, least, most))
+            open_.is_new = False
+
+    def _share_out_as_the_paper(self, counted: list[_Open], hopeless: list[_Open], num_hopeless: int) -> m.LoadState:
+        """All are one group, and its horizon is their mean SLO."""
+        works = [o.works for o in counted if o.works is not None]
+        over_s = paper_horizon(
+            (o.horizon_s, w[0]) for o, w in zip(counted, works, strict=True) if o.deadline is not None
+        )
+        capacity_s = (over_s or 0.0) * sum(self._fleet.values())
+        if over_s is None or not self.config.load_control:
+            self._cap_all(counted, self._top)
+        else:
+            for open_, cap in zip(counted, paper_caps(works, capacity_s), strict=True):
+                if open_.pin is None:
+                    self._cap(open_, cap)
+        demand_s = sum([w[min(o.cap, len(w) - 1)] for o, w in zip(counted, works, strict=True)])
+        floor_s = sum([w[0] for w in works])
+        return self._state(counted, hopeless, num_hopeless, over_s or 0.0, demand_s, floor_s)
+
+    def _state(
+        self,
+        counted: list[_Open],
+        hopeless: list[_Open],
+        num_hopeless: int,
+        horizon_s: float,
+        demand_s: float,
+        floor_s: float,
+    ) -> m.LoadState:
+        """Hopeless requests count, whatever the horizon: they are in the way until they end."""
+        late_s = sum([o.works[0] for o in hopeless if o.works is not None])
+        self._horizon_s = horizon_s or self._horizon_s
+        return m.LoadState(
+            sent_at=0.0,
+            horizon_s=self._horizon_s,
+            demand_s=demand_s + late_s,
+            capacity_s=self._horizon_s * sum(self._fleet.values()),
+            caps=self._caps_by_priority(counted),
+            num_open=len(counted) + len(hopeless),
+            num_hopeless=num_hopeless,
+            floor_s=floor_s + late_s,
+        )
+
+    def _cap_all(self, requests: list[_Open], cap: int) -> None:
+        for open_ in requests:
             if cap != open_.cap and open_.pin is None:
-                open_.cap = cap
-                self._undecided.add(open_.instance_id)
+                self._cap(open_, cap)
 
-    def _caps_by_priority(self, *groups: _Group) -> list[m.PriorityCap]:
-        """Of the last request of each priority; of the last group that has any."""
-        last = {open_.rank[0]: open_ for group in groups for open_ in group.requests if open_.pin is None}
+    def _cap(self, open_: _Open, cap: int) -> None:
+        if cap != open_.cap:
+            open_.cap = cap
+            self._undecided.add(open_.instance_id)
+
+    def _caps_by_priority(self, counted: list[_Open]) -> list[m.PriorityCap]:
+        """Of the last request of each priority; of one with a deadline, if there is any."""
+        patient_first = sorted(counted, key=lambda o: o.deadline is not None)
+        last = {open_.rank[0]: open_ for open_ in patient_first if open_.pin is None}
         return [m.PriorityCap(priority=-rank, threshold=self.thresholds[last[rank].cap]) for rank in sorted(last)]
 
-    # --- rules 7 and 8: deadline control --------------------------------------------------------------------------
+    # --- rules 8 to 10: deadline control --------------------------------------------------------------------------
 
     def _decide(self, now: float) -> None:
         for instance_id in sorted(self._undecided):
@@ -581,10 +644,11 @@ class ThresholdController:
                 break
         for open_, (index, reason) in zip(batch, chosen, strict=True):
             threshold = self.thresholds[index] if open_.pin is None else open_.pin
+            open_.chosen.choose(index, now)
             open_.decision = Decision(open_.id, open_.attempt, threshold, reason)
 
     def _choose_untimed(self, open_: _Open, now: float) -> tuple[int, Reason] | None:
-        """Rule 7; None: rule 8 counts. Index into the threshold set, and why."""
+        """Rule 8; None: rule 9 counts. Index into the threshold set, and why."""
         if open_.pin is not None:
             return 0, "pin"
         if open_.deadline is None or not self.config.deadline_control:
@@ -596,10 +660,14 @@ class ThresholdController:
         return None
 
     def _choose_timed(self, open_: _Open, prices: StepPrices, now: float) -> tuple[int, Reason]:
-        """Rule 8."""
+        """Rule 9."""
         assert open_.deadline is not None
         slack = open_.deadline - self.config.margin_s - now
-        index = self._highest_in_time(open_, self._times(open_, prices), slack)
+        times = self._times(open_, prices)
+        index = self._highest_in_time(open_, times, slack)
+        before = open_.chosen.before(now)
+        if before < index:
+            index = between(before, self._highest_in_time(open_, times, slack * (1 - self._rise_margin)), index)
         return index, "deadline" if index < open_.cap else _reason_at(open_.cap, self._top)
 
     def _batch_prices(
@@ -632,7 +700,7 @@ class ThresholdController:
         return times
 
     def _highest_in_time(self, open_: _Open, times: list[tuple[float, float]], slack: float) -> int:
-        """Rule 8."""
+        """Rule 9."""
         cap = open_.cap
         if self.config.plan == "low_first":
             return cap if times[cap][0] <= slack else 0
@@ -645,7 +713,7 @@ class ThresholdController:
                 return index
         return 0
 
-    # --- rule 10: telling --------------------------------------------------------------------------------------------
+    # --- rule 11: telling --------------------------------------------------------------------------------------------
 
     def _tell(self, instance: _Instance, *, again: bool = False) -> None:
         held = [open_ for _, open_ in sorted(instance.residents.items()) if not open_.ended]
@@ -736,9 +804,14 @@ def _reason_at(cap: int, top: int) -> Reason:
     return "slack" if cap == top else "cap"
 
 
-def _slo_of(request: GenerateRequest) -> float | None:
-    """Seconds from arrival to deadline."""
-    return None if request.deadline_at is None else max(0.0, request.deadline_at - request.created_at)
+def _horizon_of(request: GenerateRequest) -> float:
+    """Seconds from arrival to deadline, or to its time limit where it has none."""
+    until = request.expires_at if request.deadline_at is None else request.deadline_at
+    return max(_LEAST_HORIZON_S, until - request.created_at)
+
+
+def _count(supplies: Iterable[Supply]) -> dict[Supply, int]:
+    return dict(sorted(Counter(supplies).items()))
 
 
 def _standing_of(entry: m.RequestReport, block_size: int) -> Standing:

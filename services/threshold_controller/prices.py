@@ -82,6 +82,18 @@ def window_tokens(resident: Resident) -> float:
     return float(resident.block_size)
 
 
+def slots(instance: Supply, canvas_tokens: int) -> int:
+    """How many such requests it may hold at once."""
+    return max(1, min(instance.max_requests, instance.kv_tokens // canvas_tokens))
+
+
+def mean_share(instances: Mapping[Supply, int], resident: Resident) -> float:
+    """Of an instance, for each of the requests like this one that fill it; 1 without an instance."""
+    total = sum(instances.values())
+    shares = sum(count / slots(instance, resident.canvas_tokens) for instance, count in instances.items())
+    return shares / total if total else 1.0
+
+
 def own_prices(latency: LatencyProfile, instance: Supply, resident: Resident, others: Riders) -> StepPrices:
     """Rule 1."""
     degree = latency.nearest_degree(instance.tp_degree)
@@ -131,7 +143,7 @@ def _share(
     latency: LatencyProfile, instance: Supply, resident: Resident, steps_per_block: tuple[float, float]
 ) -> StepPrices:
     degree = latency.nearest_degree(instance.tp_degree)
-    count = max(1, min(instance.max_requests, instance.kv_tokens // resident.canvas_tokens))
+    count = slots(instance, resident.canvas_tokens)
     factor = instance.latency_ratio / (1000 * count)
     if resident.cache == "none":
         price = max(latency.step_ms(degree, _recompute(resident, count)) * factor, _LEAST_S)
@@ -151,7 +163,7 @@ def _share(
 
 def _paper_share(latency: LatencyProfile, instance: Supply, resident: Resident) -> StepPrices:
     degree = latency.nearest_degree(instance.tp_degree)
-    count = max(1, min(instance.max_requests, instance.kv_tokens // _PAPER_TOKENS))
+    count = slots(instance, _PAPER_TOKENS)
     block, cache_steps = resident.block_size, max(resident.block_size - 1, 1)
     ms = latency.step_ms(degree, step_load("recompute", _PAPER_TOKENS, _PAPER_TOKENS, count))
     ms += cache_steps * latency.step_ms(degree, step_load("cache", block, _PAPER_TOKENS, count))

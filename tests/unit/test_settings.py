@@ -108,6 +108,7 @@ def test_a_profile_has_defaults_and_knows_its_folder(tmp_path: Path) -> None:
         (("max_context_tokens = 512", "max_context_tokens = 4096"), "max_pass_tokens"),
         (("[limits]", "[decoding]\nthresholds = [0.9, 0.5]\n[limits]"), "ascending"),
         (("[limits]", "[decoding]\nthresholds = []\n[limits]"), "thresholds"),
+        (("[limits]", "[decoding]\nthreshold = 0.85\n[limits]"), r"threshold 0\.85 is none of .*name one of them"),
         (("[limits]", "[decoding]\nmax_tokens = 512\n[limits]"), r"decoding\.max_tokens"),
         (("[limits]", "[decoding]\nthreshold = 1.5\n[limits]"), r"decoding\.threshold"),
         (("[limits]", '[decoding]\ncache = "full"\n[limits]'), r"decoding\.cache"),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from services.costs import LatencyProfile, PassCost
 from services.threshold_controller import events as e
@@ -311,17 +312,133 @@ def test_a_hopeless_request_changes_nobody_s_cap_and_gets_the_lowest() -> None:
 
 
 def test_requests_without_a_deadline_get_what_the_others_leave() -> None:
-    slo_s = 4 * LOW_S + 4.1 * STEP_S
+    events = [seen(f"r{n}", n, None) for n in (1, 2)] + [forecast(r) for r in ("r1", "r2", "dated")]
+    for slo_s, expected in (
+        # of 107.5 ms the dated one takes 54.2, the others at the lowest 26.6 each and 26.9, their place, at any other
+        (0.1075, 0.5),
+        (0.1090, 0.9),
+    ):
+        dated = seen("dated", 3, slo_s, slo_s=slo_s)
+        found = settled_load(make_controller("a"), dated, *events, forecast("dated"))
+        assert found == {"dated": 0.9, "r1": expected, "r2": expected}
+
+
+def test_loose_requests_give_way_to_a_tight_one() -> None:
+    """By the mean SLO, 85 s, there would be time for all of them at the highest."""
+    loose = [seen(f"r{n}", n, 100.0, slo_s=100.0) for n in range(6)] + [forecast(f"r{n}") for n in range(6)]
+    assert set(settled_load(make_controller("a"), *loose).values()) == {0.9}
+    # of 0.199 s each claims 26.6 ms at the lowest: all seven leave 12.8 ms, one step up
+    tight = [seen("tight", 6, 0.199, slo_s=0.199), forecast("tight")]
+    found = settled_load(make_controller("a"), *loose, *tight)
+    assert found == {"r0": 0.6, **{f"r{n}": 0.5 for n in range(1, 6)}, "tight": 0.5}
+    paper = settled_load(make_controller("a", policy="paper"), *loose, *tight)
+    assert set(paper.values()) == {0.9}, "the paper's rule stays as it is"
     controller = make_controller("a")
-    events = [seen(f"r{n}", n, None) for n in (1, 2)] + [seen("dated", 3, slo_s, slo_s=slo_s)]
-    found = settled_load(controller, *events, *(forecast(r) for r in ("r1", "r2", "dated")))
-    # the dated one takes 54.2 ms of 134.7, two others at the lowest 53.2: what is left is worth nearly four steps up
-    assert found == {"dated": 0.9, "r1": 0.8, "r2": 0.5}
+    settled_load(controller, *loose, *tight)
+    assert controller.load_state is not None
+    assert controller.load_state.horizon_s == pytest.approx(0.199), "the horizon that is fullest"
+    assert controller.load_state.floor_s == pytest.approx(7 * LOW_S)
 
 
 def test_with_no_deadline_at_all_nobody_is_limited() -> None:
     controller = make_controller("a")
     assert set(settled_load(controller, *(seen(f"r{n}", n) for n in range(1, 9))).values()) == {0.9}
+
+
+def test_the_profile_s_threshold_is_the_ceiling_and_a_pin_may_be_above_it() -> None:
+    profile = replace(PROFILE, decoding=replace(PROFILE.decoding, threshold=0.7))
+    controller = make_controller("a", profile=profile)
+    requests = [seen("free"), seen("dated", 2, 9.0, slo_s=9.0), seen("pinned", 3, threshold=0.8)]
+    for event in (*requests, status("a", held("free"), held("dated"), held("pinned")), e.Tick()):
+        controller.handle(event, 0.0)
+    assert decisions(controller) == {"free": (0.7, "slack"), "dated": (0.7, "slack"), "pinned": (0.8, "pin")}
+    assert controller.load_state is not None
+    assert [cap.threshold for cap in controller.load_state.caps] == [0.7]
+
+
+def test_a_draining_instance_is_no_capacity_and_what_it_holds_still_counts() -> None:
+    slo_s = LOW_S + 4.1 * STEP_S
+    controller = make_controller("a", "b", load_every_s=0.0)
+    events = [seen(f"r{n}", n, slo_s, slo_s=slo_s) for n in (1, 2)]
+    events += [status("b", held("r2")), forecast("r1"), forecast("r2")]
+    assert settled_load(controller, *events) == {"r1": 0.9, "r2": 0.9}
+    assert settled_load(controller, status("b", held("r2"), draining=True)) == {"r1": 0.5, "r2": 0.5}
+    assert controller.load_state is not None
+    assert controller.load_state.capacity_s == pytest.approx(slo_s)
+    assert controller.load_state.floor_s == pytest.approx(2 * LOW_S)
+    assert settled_load(controller, status("b", held("r2"))) == {"r1": 0.9, "r2": 0.9}
+
+
+def test_what_a_draining_instance_can_still_do_is_not_hopeless() -> None:
+    """It is the fastest, and it may finish what it holds."""
+    controller = make_controller("a", load_every_s=0.0)
+    controller.handle(report("a", ratio=2.0), 0.0)
+    events = [status("b", held(), draining=True), seen(deadline=0.03, slo_s=1.0), forecast()]
+    settled_load(controller, *events, status("b", held(), draining=True))
+    assert decisions(controller) == {"r1": (0.5, "deadline")}
+
+
+def test_a_newcomer_starts_at_the_cap_of_the_last_one_before_it() -> None:
+    slo_s = 3 * LOW_S + 4.1 * STEP_S
+    controller = make_controller("a")
+    events: list[e.Event] = [seen(f"r{n}", n, slo_s, slo_s=slo_s) for n in (1, 2, 3)]
+    settled_load(controller, *events, *(forecast(f"r{n}") for n in (1, 2, 3)))
+    assert caps(controller) == {"r1": 0.9, "r2": 0.5, "r3": 0.5}
+    controller.handle(seen("late", 4, slo_s, slo_s=slo_s), 0.01)
+    controller.handle(seen("urgent", 5, slo_s, slo_s=slo_s, priority=1), 0.01)
+    controller.handle(status("a", held("late"), held("urgent")), 0.01)
+    assert (caps(controller)["late"], caps(controller)["urgent"]) == (0.5, 0.9)
+    assert decisions(controller)["late"][0] == 0.5, "it is told no other first"
+
+
+def test_a_cap_rises_only_with_a_margin_to_spare_and_falls_at_once() -> None:
+    slo_s = 2 * LOW_S + 8.1 * STEP_S
+    controller = make_controller("a", rise_margin=0.2, load_every_s=0.0)
+    events: list[e.Event] = [seen(f"r{n}", n, slo_s, slo_s=slo_s) for n in (1, 2)]
+    assert settled_load(controller, *events, forecast("r1"), forecast("r2")) == {"r1": 0.9, "r2": 0.9}
+    crowd = seen("r0", 0, slo_s, slo_s=slo_s)
+    assert settled_load(controller, crowd, forecast("r0")) == {"r1": 0.5, "r2": 0.5, "r0": 0.9}
+    # it ends: of 109 ms both fit, but not of 87 ms
+    gone = record("r0", "finished", seq=9)
+    assert settled_load(controller, gone) == {"r1": 0.9, "r2": 0.5}
+    # and with less to do it rises
+    assert settled_load(controller, forecast("r1", (2.0, 3.0, 4.0, 5.0, 6.0), blocks_left=1.0)) == {
+        "r1": 0.9,
+        "r2": 0.9,
+    }
+
+
+def test_a_threshold_rises_only_with_a_margin_to_spare_and_falls_at_once() -> None:
+    controller = make_controller("a", rise_margin=0.2)
+    placed(controller, 0.0650)
+    assert decisions(controller)["r1"][0] == 0.9, "the first is no rise"
+    controller.handle(forecast(steps_left=(4.0, 6.0, 8.0, 10.0, 12.6)), 0.001)
+    assert decisions(controller)["r1"][0] == 0.8, "65.7 ms of 64"
+    controller.handle(forecast(), 0.001)
+    assert decisions(controller)["r1"][0] == 0.9, "what is known at one time is decided as if known at once"
+    controller.handle(forecast(steps_left=(4.0, 6.0, 8.0, 10.0, 12.6)), 0.001)
+    controller.handle(forecast(), 0.0015)
+    assert decisions(controller)["r1"][0] == 0.8, "63.2 ms of 63.5 would just do"
+    controller.handle(forecast(steps_left=(3.0, 4.0, 5.0, 7.0, 8.0)), 0.002)
+    assert decisions(controller)["r1"][0] == 0.9, "46.4 ms of 63"
+
+
+def test_what_is_hopeless_stays_so_until_there_is_a_margin() -> None:
+    controller = make_controller("a", rise_margin=0.2)
+    placed(controller, 0.0290)
+    controller.handle(e.Tick(), 0.05)
+    for steps_left, reason in (((3.9, 6.0, 8.0, 10.0, 12.0), "hopeless"), ((2.2, 6.0, 8.0, 10.0, 12.0), "deadline")):
+        controller = make_controller("a", rise_margin=0.2)
+        placed(controller, 0.0290)
+        settled_load(controller)
+        controller.handle(forecast(steps_left=steps_left), 0.0)
+        assert decisions(controller)["r1"][1] == reason
+
+
+def test_events_of_one_moment_are_decided_once() -> None:
+    controller = make_controller("a")
+    commands = controller.handle_all([seen(), seen("r2", 2), status("a", held(), held("r2")), forecast()], 0.0)
+    assert [len(c.decisions) for c in commands if isinstance(c, e.SendThresholds)] == [2]
 
 
 def test_load_control_can_be_switched_off() -> None:
@@ -483,7 +600,14 @@ def test_requests_are_counted_by_their_reason(controller: ThresholdController) -
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("risk", 1.5), ("repeat_s", 0), ("margin_s", -1), ("metrics_port", 70000), ("load_every_s", float("nan"))],
+    [
+        ("risk", 1.5),
+        ("rise_margin", 1.0),
+        ("repeat_s", 0),
+        ("margin_s", -1),
+        ("metrics_port", 70000),
+        ("load_every_s", float("nan")),
+    ],
 )
 def test_wrong_settings_are_refused_by_name(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=setting):
