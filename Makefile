@@ -17,7 +17,7 @@ UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS
 	$(if $(VERBOSE),--verbose)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-gpu test-vllm check format conformance bench bench-engine bench-slo clean
+.PHONY: help up down test test-gpu test-vllm check format conformance bench bench-engine bench-slo docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -58,6 +58,9 @@ bench-engine: $(VENV)/.installed-dev ## measure the engine against a plain imple
 
 bench-slo: $(VENV)/.installed-dev ## compare policies under load, live; takes hours, can be resumed; ARGS=report prints what there is
 	$(PY) -m tools.bench.slo $(ARGS)
+
+docs: $(VENV)/.installed-dev ## write docs/contracts.md and docs/asyncapi.yaml anew, from contracts/
+	$(PY) -m tools.asyncapi
 
 clean: ## remove the virtual environment and what the tools have cached
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

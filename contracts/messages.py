@@ -191,6 +191,10 @@ class DrainNotice(Message, frozen=True, kw_only=True):
     instance_id: Id
 
 
+class Drain(Message, frozen=True, kw_only=True):
+    """An operator wants the instance to hand its requests over and end. Request-reply on `inst.<instance_id>.drain`."""
+
+
 class ThresholdEntry(Message, frozen=True, kw_only=True):
     request_id: Id
     attempt: Positive

@@ -62,6 +62,10 @@ def release(instance_id: str) -> str:
     return f"inst.{_token(instance_id)}.release"
 
 
+def drain(instance_id: str) -> str:
+    return f"inst.{_token(instance_id)}.drain"
+
+
 def thresholds(instance_id: str) -> str:
     return f"inst.{_token(instance_id)}.thresholds"
 
@@ -107,6 +111,7 @@ Service: TypeAlias = Literal[
     "threshold-controller",
     "workload-monitor",
     "reconfigurator",
+    "cli",
 ]
 
 
@@ -118,6 +123,7 @@ class Channel(NamedTuple):
     kind: Literal["stream", "publish", "request"]
     said_by: tuple[Service, ...]
     heard_by: tuple[Service, ...]
+    replies: tuple[type, ...] = ()  # of a request: one of these
 
 
 CHANNELS: tuple[Channel, ...] = (
@@ -126,43 +132,44 @@ CHANNELS: tuple[Channel, ...] = (
         m.GenerateRequest,
         "stream",
         ("gateway",),
-        ("scheduler", "threshold-controller", "workload-monitor"),
+        ("scheduler", "threshold-controller", "workload-monitor", "cli"),
     ),
     Channel(
         "prog.*.*",
         m.ProgressRecord,
         "stream",
         ("gateway", "scheduler", "worker"),
-        ("gateway", "scheduler", "threshold-controller"),
+        ("gateway", "scheduler", "threshold-controller", "cli"),
     ),
-    Channel("inst.*.assign", m.Assign, "request", ("scheduler",), ("worker",)),
-    Channel("inst.*.release", m.Release, "request", ("scheduler",), ("worker",)),
+    Channel("inst.*.assign", m.Assign, "request", ("scheduler",), ("worker",), (m.Accepted, m.Refused)),
+    Channel("inst.*.release", m.Release, "request", ("scheduler",), ("worker",), (m.Accepted, m.Refused)),
+    Channel("inst.*.drain", m.Drain, "request", ("cli",), ("worker",), (m.Accepted,)),
     Channel("inst.*.thresholds", m.Thresholds, "publish", ("threshold-controller",), ("worker",)),
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
-    Channel("sched.drain", m.DrainNotice, "request", ("worker",), ("scheduler",)),
+    Channel(DRAIN, m.DrainNotice, "request", ("worker",), ("scheduler",), (m.Accepted,)),
     Channel("report.*", m.Report, "publish", ("worker",), ("scheduler", "step-predictor", "threshold-controller")),
     Channel("canvas.*", m.CanvasStep, "publish", ("worker",), ("gateway",)),
     Channel("forecast.*", m.Forecast, "publish", ("step-predictor",), ("threshold-controller",)),
-    Channel("load.state", m.LoadState, "publish", ("threshold-controller",), ("scheduler", "gateway")),
+    Channel("load.state", m.LoadState, "publish", ("threshold-controller",), ("scheduler", "gateway", "cli")),
     Channel(
         "status.instance.*",
         m.InstanceStatus,
         "publish",
         ("worker",),
-        ("scheduler", "gateway", "agent", "threshold-controller"),
+        ("scheduler", "gateway", "agent", "threshold-controller", "cli"),
     ),
-    Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler", "threshold-controller")),
-    Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ("reconfigurator",)),
-    Channel("status.gateway.*", m.GatewayStatus, "publish", ("gateway",), ("scheduler",)),
+    Channel("status.lost.*", m.InstanceLost, "publish", ("agent",), ("scheduler", "threshold-controller", "cli")),
+    Channel("status.node.*", m.NodeStatus, "publish", ("agent",), ("reconfigurator", "cli")),
+    Channel("status.gateway.*", m.GatewayStatus, "publish", ("gateway",), ("scheduler", "cli")),
     Channel(
         "status.ask",
         m.StatusAsk,
         "publish",
-        ("scheduler", "gateway", "threshold-controller", "reconfigurator"),
+        ("scheduler", "gateway", "threshold-controller", "reconfigurator", "cli"),
         ("worker", "agent", "gateway", "step-predictor"),
     ),
     Channel(WORKLOAD, m.WorkloadSnapshot, "stream", ("workload-monitor",), ("reconfigurator",)),
-    Channel(PLAN, m.ClusterPlan, "stream", ("reconfigurator",), ("agent", "reconfigurator", "gateway")),
+    Channel(PLAN, m.ClusterPlan, "stream", ("reconfigurator",), ("agent", "reconfigurator", "gateway", "cli")),
 )
 
 

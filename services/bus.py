@@ -363,6 +363,14 @@ class Bus:
             raise BusTimeout(f"{subject}: {error!r}") from None
         return Stored(codec.decode(found.data or b"", wanted), int(found.seq or 0))
 
+    async def stored_subjects(self, stream: str, subject: str) -> list[str]:
+        """Those of the stream that match and hold a message. Raises BusTimeout."""
+        try:
+            info = await self._js.stream_info(stream, subjects_filter=subject)
+        except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
+            raise BusTimeout(f"{subject}: {error!r}") from None
+        return sorted(info.state.subjects or {})
+
     async def purge(self, stream: str, subject: str) -> None:
         """Removes the subject's messages. Raises BusTimeout."""
         try:

@@ -93,6 +93,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._latency = _latency_profile(profile)
         self._engine: asyncio.Future[Engine] = self._loop.create_future()
+        self._drain_asked: asyncio.Future[None] = self._loop.create_future()
         self._exit: asyncio.Future[None] = self._loop.create_future()  # done: leave; an exception: the engine failed
         self._news = asyncio.Event()
         self._reportable = asyncio.Event()
@@ -120,7 +121,7 @@ class Worker:
             await self._first_of(self._engine, stop_asked)
             if not stop_asked.done():
                 await self._begin(self._engine.result())
-                await self._first_of(stop_asked)
+                await self._first_of(stop_asked, self._drain_asked)
                 self._handle(StopAsked())
                 await self._publish_status()
                 await self._exit
@@ -175,6 +176,7 @@ class Worker:
         bus = self._bus
         await bus.respond(subjects.assign(instance_id), m.Assign, self._on_assign)
         await bus.respond(subjects.release(instance_id), m.Release, self._on_release)
+        await bus.respond(subjects.drain(instance_id), m.Drain, self._on_drain)
         await bus.subscribe(subjects.thresholds(instance_id), m.Thresholds, self._on_hint)
         await bus.subscribe("cancel.*", m.Cancel, self._on_hint)
         await bus.subscribe(subjects.STATUS_ASK, m.StatusAsk, self._on_status_ask)
@@ -212,6 +214,13 @@ class Worker:
 
     async def _on_release(self, release: m.Release) -> m.Accepted | m.Refused | None:
         return self._handle(release)
+
+    async def _on_drain(self, _: m.Drain) -> m.Accepted:
+        """As SIGTERM, which may still come: it changes nothing then."""
+        if not self._drain_asked.done():
+            logger.info("an operator asks to drain")
+            self._drain_asked.set_result(None)
+        return m.Accepted()
 
     def _on_hint(self, hint: m.Thresholds | m.Cancel) -> None:
         self._handle(hint)
@@ -280,8 +289,8 @@ class Worker:
                 self._hot_loop.tell(command)
             case Write():
                 self._runtime.spawn(self._write(command), name=f"record of {command.run_id}")
-            case Show(step):
-                self._shown.append(step)  # the reports' turn comes next, and this one's with it
+            case Show():
+                self._shown.append(command.step)  # the reports' turn comes next, and this one's with it
             case AskToDrain():
                 self._runtime.spawn(self._ask_to_drain(), name="drain notice")
             case GiveUp():

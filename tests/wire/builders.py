@@ -111,6 +111,7 @@ EXAMPLES: tuple[msgspec.Struct, ...] = (
     m.Refused(reason="kv_full", detail="no room", epoch=7),
     m.Cancel(request_id=REQUEST.request_id),
     m.DrainNotice(instance_id="node-0-aa"),
+    m.Drain(),
     THRESHOLD,
     m.Thresholds(entries=[THRESHOLD]),
     REQUEST_REPORT,
