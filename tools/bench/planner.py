@@ -94,9 +94,8 @@ def _random_layout(rng: random.Random, problem: Problem) -> tuple[Instance, ...]
 
 def print_planner(workloads: int = WORKLOADS) -> None:
     """The rows for BENCHMARKS.md."""
-    print(
-        f"\nPlanner, {NODES} nodes of {DEVICES} GPUs, {CLASSES} classes, TP 1, 2, 4, 8, HiGHS on one thread: both stages\n"
-    )
+    cluster = f"{NODES} nodes of {DEVICES} GPUs, {CLASSES} classes, TP 1 to 8"
+    print(f"\nThe planner's two stages: {cluster}, HiGHS on one thread\n")
     print("| variant | workloads | median s | longest s | proven optimal | largest gap |")
     print("|---|---|---|---|---|---|")
     for t in measure_planner(workloads):
