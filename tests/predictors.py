@@ -6,6 +6,8 @@ from typing import Any
 import lightgbm
 import numpy as np
 
+from services.digest import weights_digest
+from services.profile import load_profile
 from services.step_predictor.config import CARD_FILE, MODEL_FILE
 from services.step_predictor.features import FEATURES
 from services.step_predictor.model import BLOCKS, STEPS, Card, Factors, FirstForecast, Upper
@@ -49,8 +51,13 @@ def make_boosters(rounds: int = 60) -> dict[str, lightgbm.Booster]:
 
 
 def write_predictor(profile: Path, **changes: Any) -> Card:
-    """Puts it into the folder of a profile."""
-    card = make_card(**changes)
+    """Puts it into the folder of a profile, and makes it fit that one's weights and thresholds."""
+    fitting: dict[str, Any] = {}
+    if (profile / "profile.toml").exists():
+        served = load_profile(profile)
+        fitting["thresholds"] = list(served.decoding.thresholds)
+        fitting["weights"] = weights_digest(served.weights_folder)
+    card = make_card(**(fitting | changes))
     (profile / MODEL_FILE).write_bytes(convert(make_boosters()))
     write_card(profile / CARD_FILE, card)
     return card

@@ -9,8 +9,11 @@ the trees say:
    each step commits one;
 3. the upper bound: the mean times a factor, the quantile of true / predicted over requests that the trees had not
    seen, by predicted steps and by whether the end is in sight (split conformal).
+4. A predictor for another model, block size, threshold or other weights than the profile's is refused: a wrong forecast
+   looks like a right one, while the profile's mean steps, by which the controller goes without one, claim nothing.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,13 @@ import numpy as np
 import onnxruntime
 
 from contracts import messages as m
+from services.digest import weights_digest
 from services.profile import Profile
 from services.settings import ConfigError
 from services.step_predictor.config import CARD_FILE, MODEL_FILE
 from services.step_predictor.features import FEATURES, Floats, feature_rows
+
+logger = logging.getLogger(__name__)
 
 INPUT, STEPS, BLOCKS = "features", "steps", "blocks"
 
@@ -93,6 +99,8 @@ def read_card(path: Path) -> Card:
         return msgspec.json.decode(path.read_bytes(), type=Card)
     except FileNotFoundError:
         raise ConfigError(f"no step predictor at {path}: train one, `python -m tools.predictor train`") from None
+    except OSError as error:
+        raise ConfigError(f"the step predictor's {path} cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is of another version or damaged: {error}") from None
 
@@ -127,11 +135,7 @@ class StepModel:
         """The profile's. Raises ConfigError."""
         folder = Path(profile.folder)
         card = read_card(folder / CARD_FILE)
-        if card.model != profile.model or card.block_size != profile.decoding.block_size:
-            raise ConfigError(
-                f"{folder / CARD_FILE} was trained for {card.model} with blocks of {card.block_size}, the profile"
-                f" serves {profile.model} with blocks of {profile.decoding.block_size}"
-            )
+        _check_fit(folder / CARD_FILE, card, profile)
         return cls(folder / MODEL_FILE, card)
 
     def shares(self, rows_XF: Floats) -> tuple[Floats, Floats]:
@@ -167,6 +171,32 @@ class StepModel:
         factor_NT = np.where(in_sight_N1, upper.end_in_sight.of(level, steps_NT), upper.open_end.of(level, steps_NT))
         bound_NT: Floats = steps_NT * factor_NT
         return bound_NT
+
+
+def _check_fit(path: Path, card: Card, profile: Profile) -> None:
+    """Rule 4. Raises ConfigError."""
+    decoding = profile.decoding
+    if card.model != profile.model or card.block_size != decoding.block_size:
+        raise ConfigError(
+            f"{path} was trained for {card.model} with blocks of {card.block_size}, the profile"
+            f" serves {profile.model} with blocks of {decoding.block_size}"
+        )
+    if unknown := [threshold for threshold in decoding.thresholds if threshold not in card.thresholds]:
+        raise ConfigError(
+            f"{path} was trained at the thresholds {card.thresholds}, the profile also has {unknown}: record runs at"
+            " these too (`python -m tools.traces record`) and train anew, `python -m tools.predictor train`"
+        )
+    try:
+        weights = weights_digest(profile.weights_folder)
+    except OSError as error:
+        raise ConfigError(f"the weights in {profile.weights_folder} cannot be read: {error.strerror}") from None
+    if not weights:
+        logger.warning("no weights in %s: not checked that %s belongs to them", profile.weights_folder, path)
+    elif weights != card.weights:
+        raise ConfigError(
+            f"{path} was trained for the weights {card.weights}, those in {profile.weights_folder} are {weights}:"
+            " record and train anew, as docs/step_predictor.md says"
+        )
 
 
 def bounded(

@@ -9,6 +9,7 @@ import pytest
 from contracts import messages as m
 from contracts import subjects
 from services.bus import Bus
+from services.digest import weights_digest
 from tests.conftest import NatsServer
 from tests.integration import random_model
 from tests.integration.worker_stage import BLOCK, MAX_TOKENS, Served, Stage
@@ -119,6 +120,18 @@ async def test_without_a_model_it_says_so_and_exits(nats_server: NatsServer, tmp
     assert await process.exit_code(60) == 2
     assert "step-predictor: no step predictor at" in process.log
     assert "python -m tools.predictor train" in process.log
+    assert "Traceback" not in process.log
+
+
+async def test_for_other_weights_it_names_both_and_exits(nats_server: NatsServer, tmp_path: Path) -> None:
+    """With the exit code that tells its supervisor not to start it again."""
+    profile = random_model.write_profile(tmp_path / "bare")
+    write_predictor(profile, model=random_model.MODEL, block_size=BLOCK, weights="d0d0caca00000000")
+    process = ServiceProcess("services.step_predictor", tmp_path / "log", nats_server.url, profile=profile)
+    process.start()
+    assert await process.exit_code(60) == 2
+    assert "was trained for the weights d0d0caca00000000, those in" in process.log
+    assert weights_digest(profile / "model") in process.log
     assert "Traceback" not in process.log
 
 

@@ -7,11 +7,10 @@ prompts, weights, settings and seed (on the same hardware and PyTorch).
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from hashlib import blake2b
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import msgspec
 from contracts.messages import CacheMode
 from services.denoiser.instance import model_source
 from services.denoiser.lifeline import tie_to_parent
+from services.digest import digest, weights_digest
 from services.gateway.text import TextCodec
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
@@ -113,10 +113,10 @@ def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Reco
     source = model_source(profile)
     recording = Recording(
         model=profile.model,
-        weights=_digest(sorted(profile.weights_folder.glob("*.safetensors"))),
+        weights=weights_digest(profile.weights_folder),
         dtype=source.dtype,
         device=source.device,
-        source=f"{job.file.name} {_digest([job.file])}" if job.file else f"built-in tasks, {job.split}",
+        source=f"{job.file.name} {digest([job.file])}" if job.file else f"built-in tasks, {job.split}",
         num_prompts=len(asked),
         prompts_per_shard=job.prompts_per_shard,
         block_size=decoding.block_size,
@@ -131,16 +131,6 @@ def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Reco
     if recording.max_tokens > profile.limits.max_output_tokens:
         raise ConfigError(f"max_tokens {recording.max_tokens} exceeds the profile's {profile.limits.max_output_tokens}")
     return recording
-
-
-def _digest(paths: Iterable[Path]) -> str:
-    """Of the files' content, 16 hex digits."""
-    digest = blake2b(digest_size=8)
-    for path in paths:
-        with path.open("rb") as file:
-            while piece := file.read(1 << 24):
-                digest.update(piece)
-    return digest.hexdigest()
 
 
 def _canvas_output(recording: Recording) -> int:

@@ -1,7 +1,9 @@
 """Forecasts: features, the trees after their conversion, and what is certain whatever the trees say."""
 
+from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +26,11 @@ def model() -> StepModel:
     return StepModel(convert(make_boosters()), make_card())
 
 
-def profile_at(folder: Path, model: str = "test-model", block_size: int = 16) -> SimpleNamespace:
-    return SimpleNamespace(folder=str(folder), model=model, decoding=SimpleNamespace(block_size=block_size))
+def profile_at(
+    folder: Path, model: str = "test-model", block_size: int = 16, thresholds: tuple[float, ...] = THRESHOLDS
+) -> SimpleNamespace:
+    decoding = SimpleNamespace(block_size=block_size, thresholds=thresholds)
+    return SimpleNamespace(folder=str(folder), model=model, decoding=decoding, weights_folder=folder / "model")
 
 
 def test_a_row_says_what_the_report_says() -> None:
@@ -154,6 +159,35 @@ def test_a_predictor_of_another_model_is_refused(tmp_path: Path, model: str, blo
     write_card(tmp_path / CARD_FILE, make_card())
     with pytest.raises(ConfigError, match=f"test-model with blocks of 16, the profile serves {model}"):
         StepModel.of(profile_at(tmp_path, model, block_size))  # type: ignore[arg-type]
+
+
+def test_a_predictor_for_other_weights_is_refused_by_both_hashes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    profile: Any = profile_at(tmp_path)
+    profile.weights_folder.mkdir()
+    write_predictor(tmp_path, weights="d0d0caca00000000")
+    StepModel.of(profile)
+    assert f"no weights in {profile.weights_folder}: not checked" in caplog.text
+    (profile.weights_folder / "model.safetensors").write_bytes(b"weights")
+    theirs = blake2b(b"weights", digest_size=8).hexdigest()
+    with pytest.raises(ConfigError, match=f"for the weights d0d0caca00000000, those in .*model are {theirs}"):
+        StepModel.of(profile)
+    write_predictor(tmp_path, weights=theirs)
+    StepModel.of(profile)
+
+
+def test_a_predictor_that_has_not_seen_a_threshold_of_the_profile_is_refused(tmp_path: Path) -> None:
+    write_predictor(tmp_path)
+    with pytest.raises(ConfigError, match=r"at the thresholds \[0\.5, 0\.9\], the profile also has \[0\.7\]"):
+        StepModel.of(profile_at(tmp_path, thresholds=(0.5, 0.7, 0.9)))  # type: ignore[arg-type]
+    StepModel.of(profile_at(tmp_path, thresholds=(0.9,)))  # type: ignore[arg-type]
+
+
+def test_a_card_that_cannot_be_read_is_a_wrong_configuration(tmp_path: Path) -> None:
+    (tmp_path / CARD_FILE).mkdir()
+    with pytest.raises(ConfigError, match=r"step_predictor\.json cannot be read: Is a directory"):
+        StepModel.of(profile_at(tmp_path))  # type: ignore[arg-type]
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

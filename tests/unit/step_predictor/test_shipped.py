@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from services.digest import weights_digest
 from services.profile import load_profile
 from services.step_predictor.config import CARD_FILE
 from services.step_predictor.model import StepModel
 from tests.unit.step_predictor.builders import make_state
-from tools.traces.recorder import _digest
 
 PROFILE = Path(__file__).parents[3] / "profiles/tiny-cpu"
 
@@ -20,7 +20,7 @@ def model() -> StepModel:
 
 
 def test_it_was_trained_for_the_weights_that_ship(model: StepModel) -> None:
-    weights = _digest(sorted((PROFILE / "model").glob("*.safetensors")))
+    weights = weights_digest(PROFILE / "model")
     assert model.card.weights == weights, (
         "profiles/tiny-cpu/model has other weights than the step predictor was trained for: record and train anew, "
         "as docs/step_predictor.md says"
