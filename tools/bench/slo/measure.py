@@ -69,16 +69,15 @@ async def closed_loop(
             if clock() >= begins_at:
                 found.append(clock() - started)
 
-    clients = [asyncio.create_task(client()) for _ in range(in_flight)]
-    done, running = await asyncio.wait(
-        clients, timeout=begins_at + seconds - clock(), return_when=asyncio.FIRST_EXCEPTION
-    )
-    for task in running:
-        task.cancel()
-    await asyncio.wait(clients)
-    for task in done:
-        task.result()  # one ends by failing only
-    return found
+    try:
+        async with asyncio.timeout_at(begins_at + seconds), asyncio.TaskGroup() as tasks:
+            for _ in range(in_flight):
+                tasks.create_task(client())
+    except TimeoutError:
+        return found
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    raise AssertionError("clients end by failing only")
 
 
 async def run_cell(cluster: Cluster, basis: Basis, cell: Cell, asks: Sequence[Ask]) -> Result:
