@@ -82,7 +82,7 @@ SloMs = Annotated[
     Meta(
         gt=0.0,
         le=1e9,
-        description="Latency that the answer should keep, in milliseconds. Left out: what the profile promises its tier.",
+        description="Latency to keep, in milliseconds. Left out: what the profile promises the service tier.",
     ),
 ]
 Pin = Annotated[

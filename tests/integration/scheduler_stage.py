@@ -55,9 +55,12 @@ class SchedulerProcess(ServiceProcess):
 class FakeWorker:
     """An instance that accepts what it is told to, and writes records when the test says so."""
 
-    def __init__(self, bus: Bus, instance_id: str, max_requests: int = 4, kv_tokens: int = 4096) -> None:
+    def __init__(
+        self, bus: Bus, instance_id: str, max_requests: int = 4, kv_tokens: int = 4096, model: str = MODEL
+    ) -> None:
         self.bus = bus
         self.id = instance_id
+        self.model = model
         self.max_requests = max_requests
         self.kv_tokens = kv_tokens
         self.held: dict[str, m.Assign] = {}
@@ -114,6 +117,7 @@ class FakeWorker:
             self.id,
             [builders.make_held(assign.request, assign.attempt) for assign in self.held.values()],
             sent_at=time.time(),
+            model=self.model,
             epoch=max((assign.epoch for assign in self.assigns), default=0),
             draining=self.draining,
             max_requests=self.max_requests,

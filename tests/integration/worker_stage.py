@@ -39,6 +39,7 @@ class Served:
         ]
         self._engine: Engine | None = None
         self._answers: dict[int, list[int]] = {}
+        self.steps: dict[int, int] = {}  # that each answer took
 
     def request(self, number: int, *, limit_s: float = 90.0, **changes: Any) -> m.GenerateRequest:
         """A request for the answer to that prompt."""
@@ -66,8 +67,10 @@ class Served:
                 choice=Threshold(0.9),
             )
             self._engine.admit(job)
+            self.steps[number] = 0
             while self._engine.progress("only").finished is None:
                 self._engine.step()
+                self.steps[number] += 1
             self._answers[number] = self._engine.output_ids("only")
             self._engine.remove("only")
         return self._answers[number]

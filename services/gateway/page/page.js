@@ -74,7 +74,7 @@ class Canvas {
     if (cell.classList.contains("masked")) this.committed += 1;
     cell.classList.remove("masked");
     cell.classList.add("new");
-    cell.textContent = text === "\n" ? "⏎" : text;
+    cell.textContent = text === "\n" ? "⏎" : text || "▪"; // no text: the end of the answer
     cell.title = `confidence ${confidence.toFixed(3)}, committed in step ${step}`;
     cell.style.background = `color-mix(in hsl, hsl(var(--high)) ${Math.round(100 * confidence)}%, hsl(var(--low)))`;
   }
