@@ -86,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         help="of each pass beside the model (default: %(default)g)",
     )
     cluster.add_argument(
+        "--extra-pass-ms",
+        type=_not_negative,
+        default=0.0,
+        help="of each pass, on top of the latency profile (default: 0)",
+    )
+    cluster.add_argument("--extra-step-ms", type=_not_negative, default=0.0, help="of each step in a pass (default: 0)")
+    cluster.add_argument(
         "--pass-noise", type=_not_negative, default=0.0, help="relative deviation of passes (default: 0)"
     )
     policy = parser.add_argument_group("policies")
@@ -132,6 +139,8 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
             jitter_s=arguments.jitter_ms / 1e3,
             step_overhead_s=arguments.step_overhead_ms / 1e3,
             pass_noise=arguments.pass_noise,
+            extra_pass_ms=arguments.extra_pass_ms,
+            extra_step_ms=arguments.extra_step_ms,
             seed=arguments.seed,
             scheduler=scheduler,
             controller=controller,

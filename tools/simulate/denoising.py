@@ -205,16 +205,17 @@ class CountedCourse:
         self._behaviour = behaviour
         self._steps_per_block = steps_per_block  # by threshold of the set
         self._num_blocks = behaviour.num_blocks
-        self._moves: dict[float, float] = {}  # blocks a step, by threshold
-        self._expected: dict[float, float] = {}  # blocks committed, by threshold
         self._done = 0.0  # blocks
+        self._threshold, self._move = -1.0, 0.0  # of the last step, and how many blocks it takes one on
+        self._turned_at = 0.0  # blocks done when this threshold began
+        self._committed: dict[float, float] = {}  # blocks, by threshold before this one
         self.steps = self.block_index = self.steps_in_block = 0
         self.finish: Finish = ""
 
     def step(self, threshold: float) -> bool:
-        move = self._moves.get(threshold) or self._move(threshold)
-        self._expected[threshold] = self._expected.get(threshold, 0.0) + move
-        self._done += move
+        if threshold != self._threshold:
+            self._turn(threshold)
+        self._done += self._move
         self.steps += 1
         self.steps_in_block += 1
         if self._done < self.block_index + 1 - _ROUNDING:
@@ -225,9 +226,10 @@ class CountedCourse:
             self.finish = "length"
         return True
 
-    def _move(self, threshold: float) -> float:
-        move = self._moves[threshold] = 1 / self._behaviour.steps_per_block(self._steps_per_block, threshold)
-        return move
+    def _turn(self, threshold: float) -> None:
+        self._committed[self._threshold] = self._committed.get(self._threshold, 0.0) + self._done - self._turned_at
+        self._threshold, self._turned_at = threshold, self._done
+        self._move = 1 / self._behaviour.steps_per_block(self._steps_per_block, threshold)
 
     def signs(self) -> Signs:
         block_size = self._behaviour.block_size
@@ -247,14 +249,14 @@ class CountedCourse:
         return Left(max(steps, blocks + (self.steps_in_block > 0)), float(blocks))
 
     def correctness(self) -> float | None:
-        total = sum(self._expected.values())
+        self._turn(self._threshold)  # so that all is counted
         weighed = 0.0
-        for threshold, share in self._expected.items():
+        for threshold, blocks in self._committed.items():
             accuracy = self._behaviour.accuracy(threshold)
             if accuracy is None:
                 return None
-            weighed += accuracy * share
-        return weighed / total
+            weighed += accuracy * blocks
+        return weighed / self._done
 
 
 def interpolated(places: Sequence[float], values: Sequence[float], at: float) -> float:

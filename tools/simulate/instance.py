@@ -11,7 +11,7 @@ Of the live worker's rules (services/denoiser/worker_policy.py, hot_loop.py) tho
 5. Thresholds of what is not held yet are kept: they may overtake their assignment.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -56,6 +56,7 @@ class Outside(Protocol):
 class _Held:
     """A request that the instance holds."""
 
+    id: str  # the request's
     request: GenerateRequest
     course: Course
     attempt: int
@@ -75,15 +76,11 @@ class _Held:
     letting_go: bool = False
     unstored: ProgressRecord | None = None
     writing: bool = False
-    over: bool = False  # its last record is made
+    over: bool = False  # its last record is made, or it was cancelled
     recompute_steps: int = 0  # of the block under way, as the next three
     cache_steps: int = 0
     threshold_sum: float = 0.0
-    block_started: float = field(default=-1.0)
-
-    @property
-    def id(self) -> str:
-        return self.request.request_id
+    block_started: float = -1.0  # before its first step
 
 
 class Instance:
@@ -130,6 +127,7 @@ class Instance:
         threshold = assign.threshold if early is None or request.threshold is not None else early
         self._arrivals += 1
         held = _Held(
+            id=request.request_id,
             request=request,
             course=self._outside.course_of(request.request_id),
             attempt=assign.attempt,
@@ -173,6 +171,7 @@ class Instance:
         """Its record is final, or another's."""
         held = self._held.pop(request_id, None)
         if held is not None and not held.over:
+            held.over = True
             self._leave(held)
             self._news.pop(request_id, None)
 
@@ -230,10 +229,10 @@ class Instance:
 
     def _end_pass(self, riders: list[_Held], started: float) -> None:
         self._pass_runs = False
-        ended_block = False
+        ended_block, news = False, self._news
         for held in riders:
             held.rides = False
-            if self._held.get(held.id) is not held:
+            if held.over:
                 continue  # cancelled meanwhile
             if held.recomputes:
                 held.recompute_steps += 1
@@ -242,7 +241,7 @@ class Instance:
             held.threshold_sum += held.applied
             if held.block_started < 0:
                 held.block_started = started
-            self._news[held.id] = held
+            news[held.id] = held
             if held.course.step(held.applied):
                 ended_block = True
                 self._end_block(held)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from contracts.messages import CacheMode
-from services.costs import LatencyProfile, load_latency, step_load
+from services.costs import LatencyProfile, PassCost, load_latency, step_load
 from services.profile import Profile, load_profile
 from services.scheduler.config import SchedulerConfig
 from services.settings import ConfigError
@@ -45,6 +45,8 @@ class Job(NamedTuple):
     jitter_s: float = 0.0005
     step_overhead_s: float = 0.0005
     pass_noise: float = 0.0
+    extra_pass_ms: float = 0.0  # on top of the latency profile, for policies as for instances: of a pass,
+    extra_step_ms: float = 0.0  # and of each step in it
     seed: int = 0
     scheduler: SchedulerConfig = SchedulerConfig()
     controller: ThresholdControllerConfig = ThresholdControllerConfig()
@@ -93,7 +95,22 @@ def read_profile(job: Job, cache: CacheMode | None) -> tuple[Profile, LatencyPro
             raise ConfigError(f"thresholds: {unknown[0]:g} is none of the profile's, {decoding.thresholds}")
         chosen = tuple(sorted(set(job.thresholds)))
         decoding = replace(decoding, thresholds=chosen, steps_by_threshold=tuple(means[value] for value in chosen))
-    return replace(profile, decoding=decoding), load_latency(profile.latency_file)
+    latency = load_latency(profile.latency_file)
+    if job.extra_pass_ms or job.extra_step_ms:
+        latency = LatencyProfile(
+            {degree: dearer(latency.cost(degree), job.extra_pass_ms, job.extra_step_ms) for degree in latency.degrees}
+        )
+    return replace(profile, decoding=decoding), latency
+
+
+def dearer(cost: PassCost, pass_ms: float, step_ms: float) -> PassCost:
+    """With so many milliseconds more for a pass, and for each step."""
+    return replace(
+        cost,
+        curve=tuple((tokens, ms + pass_ms) for tokens, ms in cost.curve),
+        recompute_step_ms=cost.recompute_step_ms + step_ms,
+        cache_step_ms=cost.cache_step_ms + step_ms,
+    )
 
 
 def read_behaviour(
