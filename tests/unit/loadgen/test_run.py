@@ -1,7 +1,11 @@
 """The load generator against a server in this process that answers as it is told to."""
 
 import asyncio
+import io
 import json
+import re
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,13 +17,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from services.settings import ConfigError
-from tests.processes import free_port
-from tools.loadgen.__main__ import main
+from tests.processes import ROOT, free_port
+from tests.waiting import until
+from tools.loadgen.__main__ import main, shown
 from tools.loadgen.asks import Ask
 from tools.loadgen.client import Failed, open_endpoint
 from tools.loadgen.run import OpenLoop
 from tools.loadgen.schedule import Send
-from tools.loadgen.tally import NOT_SENT, Outcome
+from tools.loadgen.tally import NOT_SENT, Outcome, Tally
 
 OURS = {"steps": 5, "mean_threshold": 0.8, "moves": 1}
 
@@ -211,6 +216,42 @@ async def test_a_trace_that_ends_too_soon_is_refused(tmp_path: Path, capsys: pyt
     trace.write_text("start_s,total_rps\n0,5\n10,5\n")
     assert await command("--trace", trace, "--speed", 4, "--duration", 60, "--problems", 1) == 2
     assert "lasts 5.0 s at this speed; warm-up and duration are 65 s" in capsys.readouterr().err
+
+
+async def test_ctrl_c_reports_what_there_is_and_that_it_does_not_count(server: FakeServer) -> None:
+    words = ["--url", server.url, "--rate", "20", "--warmup", "0", "--duration", "100", "--prompts", "/dev/stdin"]
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tools.loadgen", *words),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(b'{"prompt": "answer", "expected": "42"}')
+    child.stdin.close()
+    await until(lambda: len(server.bodies) >= 5, "five requests have come")
+    child.send_signal(signal.SIGINT)
+    told = (await asyncio.wait_for(child.stdout.read(), 30)).decode()
+    assert await child.wait() == 1
+    assert "THIS RUN DOES NOT COUNT: it was interrupted" in told
+    assert re.search(r"\| correct +\| 100.0% of \d+ \|", told)
+
+
+async def test_a_terminal_sees_how_far_it_is_and_nothing_else_does(server: FakeServer) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, file = Terminal(), io.StringIO()
+    tally = Tally(0.0, 5.0, max_in_flight=9, max_lag_ms=50)
+    async with open_endpoint(server.url, max_in_flight=9, timeout_s=5) as endpoint:
+        loop = OpenLoop(endpoint, {}, tally.add, max_in_flight=9)
+        async with shown(loop, tally, terminal), shown(loop, tally, file):
+            await loop.run([send("answer", slo_ms=60_000), send("answer", 1.2, slo_ms=60_000)])
+    assert re.search(r"measuring: [01] of 5 s, 1 due, 0 in flight, 1 measured, 100.0% in time", terminal.getvalue())
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert file.getvalue() == ""
 
 
 @pytest.mark.parametrize("word", ["--rate=0", "--slo-ms=fast", "--duration=-1", "--max-in-flight=0", "--tier=a:0"])
