@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from services.settings import ConfigError
 from tools.bench.slo.cells import Basis, Cell, Result, Row, row_of
 from tools.bench.slo.cluster import MAX_OPEN, Cluster
 from tools.bench.slo.policies import is_pinned, settings_of
@@ -41,12 +42,14 @@ class Measured(NamedTuple):
 async def measure_basis(
     cluster: Cluster, asks: Sequence[Ask], *, threshold: float, held: int, seconds: float
 ) -> Measured:
-    """`held`: requests that all instances hold together. `seconds`: of each of the two."""
+    """`held`: requests that all instances hold together. `seconds`: of each of the two. Raises ConfigError, Failed."""
     await cluster.use(settings_of("fixed"))
     async with open_endpoint(cluster.url, max_in_flight=2 * held, timeout_s=_TIMEOUT_S) as endpoint:
         body = {"model": await endpoint.choose_model(None), "threshold": threshold}
         alone_s = await closed_loop(endpoint, body, asks, 1, seconds)
         full_s = await closed_loop(endpoint, body, asks, 2 * held, seconds)
+    if not alone_s or not full_s:
+        raise ConfigError(f"basis_seconds: no request has ended within {seconds:g} s, give it more")
     return Measured(1e3 * median(alone_s), len(full_s) / seconds)
 
 
