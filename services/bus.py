@@ -367,6 +367,8 @@ class Bus:
         """Those of the stream that match and hold a message. Raises BusTimeout."""
         try:
             info = await self._js.stream_info(stream, subjects_filter=subject)
+        except nats.js.errors.NotFoundError:
+            raise BusTimeout(f"there is no stream {stream}") from None
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             raise BusTimeout(f"{subject}: {error!r}") from None
         return sorted(info.state.subjects or {})
