@@ -11,9 +11,10 @@
 """
 
 import json
+import math
 import random
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ def write_profile(
     max_requests: int = 24,
     kv_tokens: int = 8192,
     tp_degree: int = 1,
+    degrees: Sequence[int] = (),
     disturbance: float = 0.0,
     seed: int = 0,
 ) -> Path:
-    """Makes the profile in `folder` and returns that."""
+    """Makes the profile in `folder` and returns that. `degrees`: that it gives latencies for; (): `tp_degree`."""
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
     (folder / "profile.toml").write_text(
@@ -84,12 +86,18 @@ max_pass_tokens = 2048
     dump_latency(
         folder / "latency.json",
         "a guess",
-        [DegreeProfile(tp_degree=tp_degree, cost=PassCost(curve=((16, 6), (128, 15), (512, 50), (2048, 200))))],
+        [DegreeProfile(tp_degree=degree, cost=_guess(degree / tp_degree)) for degree in degrees or (tp_degree,)],
     )
     _write_config(model)
     _write_tokenizer(model)
     save_file(_weights(seed, disturbance), model / "model.safetensors")
     return folder
+
+
+def _guess(more_ranks: float) -> PassCost:
+    """Twice the ranks take two thirds of the time."""
+    share = more_ranks ** math.log2(2 / 3)
+    return PassCost(curve=((16, 6 * share), (128, 15 * share), (512, 50 * share), (2048, 200 * share)))
 
 
 def _write_config(model: Path) -> None:

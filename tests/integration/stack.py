@@ -31,7 +31,9 @@ from tests.processes import ROOT, free_port, plain_environment
 class Stack:
     """A stack in a folder of its own, on ports of its own."""
 
-    def __init__(self, folder: Path, profile: Path, workers: int = 2) -> None:
+    def __init__(self, folder: Path, profile: Path, workers: int = 2, **environment: str) -> None:
+        """`environment`: settings of its services, as in TEDISERVE_AGENT_DEVICES."""
+        self.environment = environment
         self.data = folder / "var"
         self.profile = profile
         self.workers = workers
@@ -46,7 +48,8 @@ class Stack:
         command = [sys.executable, "-m", "tools.up", "--port", str(self.port), "--nats-port", str(self.nats_port)]
         command += ["--profile", str(self.profile), "--workers", str(self.workers), "--data", str(self.data)]
         with self.console.open("ab") as console:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console, env=plain_environment())
+            environment = plain_environment(**self.environment)
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console, env=environment)
         give_up_at = time.monotonic() + limit_s
         # a stack that was killed leaves its status behind, so the file must be this one's
         while not ((status := self.status()).get("ready") and status["pid"] == self.process.pid):
@@ -160,8 +163,8 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running_stack(folder: Path, profile: Path, workers: int = 2) -> Iterator[Stack]:
-    stack = Stack(folder, profile, workers)
+def running_stack(folder: Path, profile: Path, workers: int = 2, **environment: str) -> Iterator[Stack]:
+    stack = Stack(folder, profile, workers, **environment)
     try:
         stack.start()
         yield stack

@@ -62,7 +62,7 @@ def logged(stack: Stack, process: str) -> Counter[str]:
 
 async def test_garbage_on_every_subject_is_counted_logged_once_and_ignored(tmp_path: Path) -> None:
     profile = random_model.write_profile(tmp_path / "profile")
-    with running_stack(tmp_path, profile) as stack:
+    with running_stack(tmp_path, profile, TEDISERVE_RECONFIGURATOR_ENABLED="true") as stack:
         await stack.until_whole()
         gateway_id, instance_id = await ids_of(stack)
         raw = await nats.connect(stack.nats_url)
@@ -80,7 +80,10 @@ async def test_garbage_on_every_subject_is_counted_logged_once_and_ignored(tmp_p
             await check_counts(client)
 
         # two workers and their agent write into one log
-        single: tuple[subjects.Service, ...] = ("gateway", "scheduler", "threshold-controller")
+        single: tuple[subjects.Service, ...] = (
+            *("gateway", "scheduler", "threshold-controller"),
+            *("workload-monitor", "reconfigurator"),
+        )
         heard = {service: Counter(sent[c] for c in channels_heard_by(service)) for service in single}
         worker = {sent[c]: 1 if sent[c].startswith("inst.") else 2 for c in channels_heard_by("worker")}
         agent = {sent[c]: 1 for c in channels_heard_by("agent")}

@@ -9,9 +9,11 @@ from services.bus import NatsSettings
 from services.denoiser.config import AgentConfig, WorkerConfig
 from services.gateway.config import GatewayConfig
 from services.profile import check_retention, load_profile
+from services.reconfigurator.config import ReconfiguratorConfig
 from services.runtime import LogSettings
 from services.scheduler.config import SchedulerConfig
 from services.settings import ConfigError, load_section
+from services.workload_monitor.config import WorkloadMonitorConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,6 +147,8 @@ def test_the_example_holds_the_defaults() -> None:
         ("scheduler", SchedulerConfig),
         ("worker", WorkerConfig),
         ("agent", AgentConfig),
+        ("workload_monitor", WorkloadMonitorConfig),
+        ("reconfigurator", ReconfiguratorConfig),
     ):
         assert load_section(config, section, environ) == config()
 
