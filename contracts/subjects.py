@@ -20,6 +20,7 @@ LOAD_STATE = "load.state"
 DRAIN = "sched.drain"
 LEASE_KEY = "scheduler"
 RECONFIGURATOR_LEASE_KEY = "reconfigurator"
+CONTROLLER_LEASE_KEY = "threshold-controller"
 PLAN = f"$KV.{CLUSTER}.plan"
 WORKLOAD = f"$KV.{CLUSTER}.workload"
 

@@ -13,7 +13,8 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
    `paper`: its slack is at most 0.7 times the mean steps at the lowest threshold, all of them recompute steps.
 Load control, `load_every_s` after something changed:
 5. Capacity is the time of all instances but those that drain: what these hold moves on at its next boundary, so it
-   counts. Nobody's cap is above the profile's `decoding.threshold`: who wants more pins it.
+   counts. As long as no instance is known, caps stay as they are. Nobody's cap is above the profile's
+   `decoding.threshold`: who wants more pins it.
 6. Requests with a deadline come first, then those without, for they can wait; in order of priority, then arrival, they
    share out the capacity (`load.py`). Hopeless ones get the lowest and change nobody else's cap.
    `paper`: all are one group; without any deadline nobody is limited.
@@ -193,6 +194,7 @@ class ThresholdController:
         self._undecided: set[str] = set()  # instances to be decided anew at the end of this `handle`
         self._alarms: list[tuple[float, _Alarm, str]] = []  # a heap; what they are for is checked when they ring
         self._wake_at: float | None = None
+        self._decided: Counter[Reason] = Counter()
         self._commands: list[Command] = []
 
     # --- what is asked about it ---
@@ -205,6 +207,11 @@ class ThresholdController:
     def load_state(self) -> m.LoadState | None:
         """The last one; None before load control has run."""
         return self._load_state
+
+    def take_decided(self) -> Counter[Reason]:
+        """Decisions since the last call, by reason: of each request the first, and each other than the one before."""
+        decided, self._decided = self._decided, Counter()
+        return decided
 
     def num_decided(self) -> dict[Reason, int]:
         """Requests that instances hold, by the reason for their threshold."""
@@ -529,12 +536,12 @@ class ThresholdController:
         self._cap_all(hopeless, 0)
         num_instances = float(sum(self._fleet.values()))
         claims = self._claims(counted)
-        if self.config.load_control:
+        if not self.config.load_control:
+            self._cap_all(counted, self._top)
+        elif self._known:
             high = reach(claims, num_instances)
             low = reach(claims, num_instances * (1 - self.config.rise_margin))
             self._cap_by_walk(counted, low, high)
-        else:
-            self._cap_all(counted, self._top)
         fullest = max(claims, key=lambda c: c.floor_s / c.length_s, default=None)
         length_s = fullest.length_s if fullest is not None else 0.0
         demand_s = fullest.demand_s([o.cap for o in counted]) if fullest is not None else 0.0
@@ -570,7 +577,7 @@ class ThresholdController:
         capacity_s = (over_s or 0.0) * sum(self._fleet.values())
         if over_s is None or not self.config.load_control:
             self._cap_all(counted, self._top)
-        else:
+        elif self._known:
             for open_, cap in zip(counted, paper_caps(works, capacity_s), strict=True):
                 if open_.pin is None:
                     self._cap(open_, cap)
@@ -645,7 +652,9 @@ class ThresholdController:
         for open_, (index, reason) in zip(batch, chosen, strict=True):
             threshold = self.thresholds[index] if open_.pin is None else open_.pin
             open_.chosen.choose(index, now)
-            open_.decision = Decision(open_.id, open_.attempt, threshold, reason)
+            decision = Decision(open_.id, open_.attempt, threshold, reason)
+            self._decided[reason] += decision != open_.decision
+            open_.decision = decision
 
     def _choose_untimed(self, open_: _Open, now: float) -> tuple[int, Reason] | None:
         """Rule 8; None: rule 9 counts. Index into the threshold set, and why."""

@@ -15,6 +15,7 @@ from contracts import subjects
 from services.progress import subject_of, write_record
 from tests.integration import random_model
 from tests.integration.worker_stage import BLOCK, Stage
+from tests.predictors import write_predictor
 from tests.processes import ServiceProcess
 from tests.waiting import until
 
@@ -31,15 +32,19 @@ class Control:
         self.stage = stage
         self.thresholds: list[m.Thresholds] = []  # to any instance, in order
         self.loads: list[m.LoadState] = []
-        log_file = stage.folder / "threshold-controller.log"
-        self.process = ServiceProcess(
+        self.process = self.another("threshold-controller.log")
+
+    def another(self, log: str) -> ServiceProcess:
+        """Not started yet."""
+        process = ServiceProcess(
             "services.threshold_controller",
-            log_file,
-            stage.nats_url,
-            profile=stage.served.folder,
+            self.stage.folder / log,
+            self.stage.nats_url,
+            profile=self.stage.served.folder,
             instance_silent_s=30,  # tests stop the worker for a while
         )
-        stage.processes.append(self.process)
+        self.stage.processes.append(process)
+        return process
 
     async def hear(self) -> None:
         await self.stage.bus.subscribe("inst.*.thresholds", m.Thresholds, self.thresholds.append)
@@ -161,6 +166,55 @@ async def test_a_controller_that_dies_leaves_requests_running_and_its_successor_
     await starting
     await until(lambda: len(control.told(request)) > said, "it is told again", 1.0)
     assert control.last_told(request) == HIGHEST
+
+
+async def test_of_two_controllers_one_decides_and_the_other_takes_over(stage: Stage, control: Control) -> None:
+    await stage.worker("w-0")
+    await control.start()
+    standby = control.another("standby.log")
+    standby.start()
+    await until(lambda: "waiting for the lease" in standby.log, "it stands by")
+    request = await control.open(0, slo_s=None)
+    assert await stage.assign("w-0", request, threshold=0.8) == m.Accepted()
+    await until(lambda: HIGHEST in reported(stage, request), "it is turned up")
+    assert "ready: " not in standby.log, "nobody but the holder of the lease decides"
+    control.process.signal(signal.SIGTERM)
+    assert await control.process.exit_code() == 0
+    await until(lambda: "ready: " in standby.log, "the other one decides")
+    said = len(control.loads)
+    await until(lambda: len(control.loads) > said, "and says so", 2.0)
+
+
+async def test_without_predictor_and_controller_requests_go_on_and_both_resume(stage: Stage, control: Control) -> None:
+    write_predictor(stage.served.folder, model=random_model.MODEL, block_size=BLOCK)
+    forecasts: list[m.Forecast] = []
+    await stage.bus.subscribe("forecast.*", m.Forecast, forecasts.append)
+    log = stage.folder / "predictor.log"
+    predictor = ServiceProcess("services.step_predictor", log, stage.nats_url, profile=stage.served.folder)
+    stage.processes.append(predictor)
+    predictor.start()
+    await stage.worker("w-0", report_every_ms=5)
+    await control.start()
+    await until(lambda: "ready: " in predictor.log, "the predictor is ready", 60)
+    requests = [await control.open(n, slo_s=60.0) for n in range(2)]
+    for request in requests:
+        assert await stage.assign("w-0", request, threshold=0.8) == m.Accepted()
+    await until(lambda: forecasts and all(HIGHEST in reported(stage, r) for r in requests), "both work")
+    for process in (predictor, control.process):
+        process.kill()
+        done = [len(reported(stage, request)) for request in requests]
+        await until(lambda: [len(reported(stage, r)) for r in requests] > done, "the requests go on")  # noqa: B023
+    for number, request in enumerate(requests):
+        record = await stage.until_state(request, "finished")
+        assert len(record.token_ids) == LONG, number
+    predictor.start()
+    late = await control.open(2, slo_s=60.0)
+    assert await stage.assign("w-0", late, threshold=0.8) == m.Accepted()
+    await control.start()
+    await until(lambda: control.told(late), "control resumes", 1.0)
+    heard = len(forecasts)
+    await until(lambda: len(forecasts) > heard or stage.newest(late), "the predictor too, or the request has ended")
+    await stage.until_state(late, "finished")
 
 
 async def test_what_is_no_request_of_ours_and_what_has_ended_is_not_counted(stage: Stage, control: Control) -> None:

@@ -369,6 +369,17 @@ def test_a_draining_instance_is_no_capacity_and_what_it_holds_still_counts() -> 
     assert settled_load(controller, status("b", held("r2"))) == {"r1": 0.9, "r2": 0.9}
 
 
+def test_as_long_as_no_instance_is_known_nobody_is_limited() -> None:
+    """It may have reported already, as one that was stopped for a while when a fresh controller asked."""
+    controller = make_controller()
+    controller.handle(seen("r1"), 0.0)
+    controller.handle(report("a", entry("r1")), 0.0)
+    assert settled_load(controller) == {"r1": 0.9}
+    controller.handle(status("a", draining=True), 0.0)
+    controller.handle(e.Tick(), 0.1)
+    assert caps(controller) == {"r1": 0.5}, "there is one, which has no time for anybody"
+
+
 def test_what_a_draining_instance_can_still_do_is_not_hopeless() -> None:
     """It is the fastest, and it may finish what it holds."""
     controller = make_controller("a", load_every_s=0.0)
