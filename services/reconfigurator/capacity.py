@@ -63,7 +63,8 @@ def broken_promises(
 ) -> tuple[str, ...] | None:
     """The classes whose promises must be broken, least priority first, so that the others' can be kept.
 
-    None: the load is too high even without any promise, or no answer was found in time. Raises SolverFault.
+    Empty: it is not known which, time was too short. None: the load is too high even without any promise. Raises
+    SolverFault.
     """
     return _Stage1(problem, demands, solver, time_limit_s).broken_promises()
 
@@ -318,7 +319,7 @@ class _Stage1:
         }
         solution = self._solve(program.model, late)
         if not solution.found:
-            return None
+            return None if solution.status == "infeasible" else ()
         return tuple(
             d.name
             for d, column in sorted(zip(self._demands, program.late_s, strict=True), key=lambda pair: pair[0].priority)
@@ -343,9 +344,9 @@ class _Stage1:
         if not isinstance(guess, _Reached):
             return self._in_order(program)
         if guess.threshold < bound.threshold - _SETTLED:
-            return _better(self._in_order(program), guess)
+            return _better(self._in_order(program), guess, bound)
         program.model.row(program.minus_latency, lower=guess.minus_latency - _SLACK)  # what is slower need not be tried
-        return _better(self._in_order(program, threshold=guess.threshold), guess)
+        return _better(self._in_order(program, threshold=guess.threshold), guess, bound)
 
     def _relaxed(self, layout: Layout | None) -> _Program:
         """No layout is better than what this linear program reaches."""
@@ -393,10 +394,11 @@ class _Stage1:
             for degree, most in used.program.most.items()
         }
         add_packing(model, self._problem, columns)
-        idleness = model.column(0, max(used.program.most.values()) + 1)  # instances to a unit of load
-        for degree, load in loads.items():
-            if load > 0:
-                model.row({columns[degree]: 1.0, idleness: -load / heaviest}, lower=0)
+        shares = {degree: load / heaviest for degree, load in loads.items() if load > 0}
+        so_far = min(layout[degree] / share for degree, share in shares.items())
+        idleness = model.column((1 - _SLACK) * so_far)  # instances to the load of the heaviest: no fewer than before
+        for degree, share in shares.items():
+            model.row({columns[degree]: 1.0, idleness: -share}, lower=0)
         first = self._solve(model, {idleness: 1.0})
         if not first.found:
             return layout
@@ -511,10 +513,18 @@ class _Reached(NamedTuple):
         return value_of(self.use.program.minus_latency, self.use.solution.values)
 
 
-def _better(found: _Reached | Status, guess: _Reached) -> _Reached:
-    """The guess, where time was too short for more."""
-    if not isinstance(found, _Reached):
-        return guess._replace(gap=math.inf)
-    if found.gap <= _MARGIN or found.minus_latency >= guess.minus_latency:
-        return found
-    return guess._replace(gap=max(found.gap, _MARGIN * 2))
+def _better(found: _Reached | Status, guess: _Reached, bound: _Reached) -> _Reached:
+    """The guess, where time was too short for more; then with its distance from the bound."""
+    if isinstance(found, _Reached):
+        if found.gap <= _MARGIN or guess.threshold < found.threshold - _SETTLED:
+            return found
+        if found.minus_latency >= guess.minus_latency:
+            return found._replace(gap=min(found.gap, _distance(found, bound)))
+    return guess._replace(gap=max(2 * _MARGIN, _distance(guess, bound)))
+
+
+def _distance(reached: _Reached, bound: _Reached) -> float:
+    """Relative, of threshold or latency."""
+    in_threshold = bound.threshold / reached.threshold - 1 if reached.threshold else 0.0
+    in_latency = 1 - bound.minus_latency / reached.minus_latency if reached.minus_latency else 0.0
+    return max(0.0, in_threshold, in_latency)

@@ -117,15 +117,17 @@ def _lowest_degree(problem: Problem, demands: tuple[Demand, ...], solver: Solver
     broken = broken_promises(problem, demands, solver, clock.left_s)
     best_effort = assess(problem, _without_promises(demands), layout, solver, clock.left_s)
     return Plan(
-        outcome="broken_promises" if broken else "overload",
+        outcome="overload" if broken is None else "broken_promises",
         layout=layout,
-        because=_whose_promises(broken) if broken else _what_load(problem, demands, degree),
+        because=_what_load(problem, demands, degree) if broken is None else _whose_promises(broken),
         figures=best_effort.figures,
         solver=best_effort.solver,
     )
 
 
 def _whose_promises(broken: tuple[str, ...]) -> str:
+    if not broken:
+        return "SLO: at this load no layout keeps all promises"
     return f"SLO: at this load no layout keeps the promises to {', '.join(broken)} besides the others'"
 
 

@@ -1,5 +1,6 @@
 """Plans in words: one line for the log, a page for people, JSON for programs."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def as_text(problem: Problem, plan: Plan, verdict: Verdict, others: tuple[Altern
     ]
     parts = ["\n".join(head)]
     if plan.solver:
-        proof = "proven optimal" if plan.proven else f"not proven optimal, gap {plan.gap:.2%}"
+        gap = f"gap {plan.gap:.2%}" if math.isfinite(plan.gap) else "gap unknown"
+        proof = "proven optimal" if plan.proven else f"not proven optimal, {gap}"
         parts.append(f"Solved in {plan.seconds:.2f} s by {plan.solver}, {proof}.")
     if plan.figures is not None:
         parts += [_classes(plan.figures), _degrees(plan.figures)]

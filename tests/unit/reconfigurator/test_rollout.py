@@ -167,6 +167,27 @@ def test_planned_nodes_are_adopted_as_they_are_and_others_are_let_alone() -> Non
     assert (later.revision, later.next_slot) == (2, 4)
 
 
+def test_of_a_node_that_is_adopted_only_what_it_keeps_running_and_has_devices_for_is_wanted() -> None:
+    def state(slot_id: str, state: str, *devices: int) -> m.InstanceState:
+        return replace(
+            m.InstanceState(instance_id=slot_id, slot_id=slot_id, state="running"),
+            state=state,  # type: ignore[arg-type]
+            tp_degree=len(devices),
+            devices=list(devices),
+        )
+
+    instances = [
+        state("a-0", "stopping", 0, 1),
+        state("a-1", "starting", 0),
+        state("a-2", "backing_off", 1),
+        state("a-3", "backing_off", 1, 2),  # 1 is the one's before
+        state("a-4", "backing_off", 7),  # which the node does not have
+    ]
+    plan = adopt([m.NodeStatus(node_id="a", sent_at=0.0, instances=instances, devices=[0, 1, 2], planned=True)], 0.0)
+    assert plan is not None
+    assert slots(plan) == {"a-1": [0], "a-2": [1]}
+
+
 # --- a cluster in which anything may happen -----------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ def test_stage_1_is_as_good_as_any_layout(solver: Solver, caching: bool) -> None
             continue
         assert capacity.status == "optimal"
         assert capacity.figures is not None
+        assert capacity.figures.busiest <= problem.planning.max_utilisation * (1 + 1e-6)
         given_away = problem.planning.threshold_tolerance
         assert best.threshold - given_away - 1e-5 <= capacity.figures.mean_threshold <= best.threshold + 1e-5
         assert capacity.figures.mean_latency_s == pytest.approx(best.latency, rel=1e-4), problem
