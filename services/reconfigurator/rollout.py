@@ -49,7 +49,7 @@ def adopt(nodes: Iterable[m.NodeStatus], now: float, plan: m.ClusterPlan | None 
     new = sorted((n for n in nodes if n.planned and n.node_id not in listed), key=lambda n: n.node_id)
     if not new and plan is not None:
         return None
-    joined = [m.NodePlan(node_id=node.node_id, instances=[_as_planned(i) for i in node.instances]) for node in new]
+    joined = [m.NodePlan(node_id=node.node_id, instances=_wanted_there(node)) for node in new]
     base = plan or m.ClusterPlan(revision=1, written_at=now, nodes=[])
     return replace(
         base,
@@ -61,10 +61,17 @@ def adopt(nodes: Iterable[m.NodeStatus], now: float, plan: m.ClusterPlan | None 
     )
 
 
-def _as_planned(state: m.InstanceState) -> m.PlannedInstance:
-    return m.PlannedInstance(
-        slot_id=state.slot_id, tp_degree=state.tp_degree, devices=state.devices, profile=state.profile
-    )
+def _wanted_there(node: m.NodeStatus) -> list[m.PlannedInstance]:
+    """What its agent keeps running, and has devices for: by a plan that is no more it may still wait for others'."""
+    free, found = set(node.devices), []
+    for state in node.instances:
+        if state.state != "stopping" and state.devices and free.issuperset(state.devices):
+            free -= set(state.devices)
+            planned = m.PlannedInstance(
+                slot_id=state.slot_id, tp_degree=state.tp_degree, devices=state.devices, profile=state.profile
+            )
+            found.append(planned)
+    return found
 
 
 def _number(slot_id: str) -> int:
