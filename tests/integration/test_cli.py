@@ -1,21 +1,24 @@
-"""The `tediserve` command against a real nats-server, a real agent and its workers. The test plays the scheduler."""
+"""The `tediserve` command against a real nats-server: a whole stack, a worker alone, nothing at all."""
 
 import asyncio
 import json
 import sys
 import time
 from asyncio.subprocess import PIPE
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 
 from contracts import messages as m
 from contracts import subjects
 from services.lease import Lease
 from tests.conftest import NatsServer
+from tests.integration import random_model
+from tests.integration.stack import Streamed, chat_body, open_client, running_stack, stream
 from tests.integration.worker_stage import Stage
 from tests.processes import ROOT, free_port, plain_environment
-from tests.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -47,86 +50,76 @@ async def tediserve(nats_url: str, *words: str, **environment: str) -> Said:
     return Said(process.returncode, out.decode(), err.decode())
 
 
-async def test_it_tells_what_runs_and_an_instance_that_is_told_to_drain_ends_and_is_replaced(stage: Stage) -> None:
-    """One story, since an agent with its workers takes seconds to start."""
-    bus = stage.bus
+@pytest.mark.timeout(180)
+async def test_on_a_whole_stack_all_are_told_of_and_a_drain_under_load_loses_no_answer(tmp_path: Path) -> None:
+    with running_stack(tmp_path, random_model.write_profile(tmp_path / "profile")) as stack:
+        await stack.until_whole()
+        victim = min(stack.worker_pids())
+        async with open_client(stack.url) as client, asyncio.TaskGroup() as group:
+            drained = asyncio.Event()
+            calls = [group.create_task(call_on(client, number, drained)) for number in random_model.STABLE_PROMPTS[:4]]
+            said, table = await asyncio.gather(
+                tediserve(stack.nats_url, "status", "--json"), tediserve(stack.nats_url, "status")
+            )
+            drain = await tediserve(stack.nats_url, "drain", victim)
+            drained.set()
+        status = said.json
+        ids = {instance["instance_id"] for instance in status["instances"]}
+        assert len(ids) == 2
+        assert victim in ids
+        assert all(instance_id in table.out for instance_id in ids)
+        assert {instance["state"] for instance in status["instances"]} == {"serving"}
+        assert status["scheduler"].startswith("sched-")
+        assert status["epoch"] > 0
+        assert status["load"]["capacity_s"] > 0
+        assert [gateway[:3] for gateway in status["gateways"]] == ["gw-"]
+        assert drain.code == 0, drain.err
+        assert f"{victim} is gone" in drain.out
+        assert all(len(texts) == 1 for texts in await asyncio.gather(*calls)), "one prompt, one answer, drain or not"
+        await stack.until_whole()
+        assert victim not in stack.worker_pids()
 
-    def instances() -> list[m.InstanceState]:
-        return stage.nodes["node"].instances
 
-    stage.start("agent", node_id="node", workers=1)
-    await until(lambda: stage.statuses, "the worker is ready", 60)
-    (instance_id,) = stage.statuses
-    lease = Lease(bus, "sched-test")
+async def call_on(client: httpx.AsyncClient, number: int, enough: asyncio.Event) -> set[str]:
+    """What the prompt is answered, asked again and again until it is enough; at least once."""
+    texts = set()
+    body = chat_body(
+        random_model.MODEL,
+        random_model.prompt(number),
+        max_tokens=random_model.PROMPT_TOKENS,
+        threshold=random_model.PROMPT_THRESHOLD,
+        temperature=random_model.temperature_of(number),
+        seed=number,
+    )
+    while not (texts and enough.is_set()):
+        told = await stream(client, body, Streamed())
+        assert (told.finishes, told.errors, told.num_done) == (["length"], [], 1)
+        texts.add(told.text)
+    return texts
+
+
+async def test_requests_are_listed_with_who_holds_them_and_what_is_left(stage: Stage) -> None:
+    await stage.worker("a")
+    held = stage.served.request(0, deadline_at=time.time() + 60)
+    for stored in (held, stage.served.request(1)):
+        await stage.bus.append(subjects.request(stored.request_id), stored, after_seq=0)
+    lease = Lease(stage.bus, "sched-test")
     await lease.acquire()
     keeping = asyncio.create_task(lease.keep())
-    request = stage.served.request(0, deadline_at=time.time() + 60)
-    for stored in (request, stage.served.request(1)):
-        await bus.append(subjects.request(stored.request_id), stored, after_seq=0)
-    drains: list[m.DrainNotice] = []
-
-    async def on_drain(notice: m.DrainNotice) -> m.Accepted:
-        drains.append(notice)
-        return m.Accepted()
-
-    await bus.respond(subjects.DRAIN, m.DrainNotice, on_drain)
-    await stage.assign(instance_id, request)
-    await stage.until_state(request, "finished")
-
-    said, table, listed = await asyncio.gather(
-        tediserve(stage.nats_url, "status", "--json"),
-        tediserve(stage.nats_url, "status", "--once"),
-        tediserve(stage.nats_url, "requests", "--json"),
+    await stage.assign("a", held)
+    await stage.until_state(held, "finished")
+    listed, said = await asyncio.gather(
+        tediserve(stage.nats_url, "requests", "--json"), tediserve(stage.nats_url, "status", "--json")
     )
-    assert said.code == 0, said.err
-    status = said.json
-    assert [(i["instance_id"], i["state"], i["tp_degree"]) for i in status["instances"]] == [
-        (instance_id, "serving", 1)
-    ]
-    assert status["instances"][0]["kv_tokens"] == stage.statuses[instance_id].kv_tokens
-    assert (status["scheduler"], status["epoch"], status["open_requests"]) == ("sched-test", 3, 2)
-    assert (status["load"], status["gateways"], status["nodes"][0]["node_id"]) == (None, [], "node")
-    assert instance_id in table.out
-    assert "2 open" in table.out
-
-    rows = {row["request_id"]: row for row in listed.json}
-    assert rows.keys() == {"request-0", "request-1"}
-    finished, waits = rows["request-0"], rows["request-1"]
+    keeping.cancel()
+    assert [row["request_id"] for row in listed.json] == ["request-0", "request-1"]
+    finished, waits = listed.json
     assert (finished["state"], finished["attempt"]) == ("finished", 1)
-    assert finished["blocks_done"] == len(stage.history(request)[-1].blocks) > 0
+    assert finished["blocks_done"] == len(stage.history(held)[-1].blocks) > 0
     assert 0 < finished["slack_s"] < 60
     assert (waits["state"], waits["instance_id"], waits["slack_s"]) == ("waiting", "", None)
-
-    drained = await tediserve(stage.nats_url, "drain", "node-0", "--limit", "30")
-    assert drained.code == 0, drained.err
-    assert f"{instance_id} drains; it holds 0 requests" in drained.out
-    assert f"{instance_id} is gone" in drained.out
-    await until(lambda: stage.lost, "the agent tells of it")
-    assert [(lost.instance_id, lost.detail[:11]) for lost in stage.lost] == [(instance_id, "exit code 0")]
-    await until(lambda: instances()[0].restarts == 1, "another one is started in its place")
-    assert instances()[0].instance_id != instance_id
-    keeping.cancel()
-
-
-async def test_a_worker_that_drains_hands_over_what_it_holds(stage: Stage) -> None:
-    worker = await stage.worker("a", drain_limit_s=20)
-    requests = [stage.served.request(number) for number in range(2)]
-    for request in requests:
-        await stage.assign("a", request)
-
-    async def on_drain(notice: m.DrainNotice) -> m.Accepted:
-        asking.extend(asyncio.create_task(stage.release("a", request.request_id)) for request in requests)
-        return m.Accepted()
-
-    asking: list[asyncio.Task[m.Accepted | m.Refused]] = []
-    await stage.bus.respond(subjects.DRAIN, m.DrainNotice, on_drain)
-    said = await tediserve(stage.nats_url, "drain", "a", "--json")
-    assert (said.code, said.json["instance_id"], said.json["gone"]) == (0, "a", True)
-    assert await worker.exit_code() == 0
-    for request in requests:
-        record = stage.newest(request)
-        assert record is not None
-        assert record.state in ("released", "finished")
+    assert said.json["instances"][0]["kv_tokens"] == stage.statuses["a"].kv_tokens
+    assert (said.json["scheduler"], said.json["epoch"], said.json["open_requests"]) == ("sched-test", 3, 2)
 
 
 async def test_the_plan_is_what_the_bucket_holds(stage: Stage) -> None:

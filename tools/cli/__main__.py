@@ -2,7 +2,7 @@
 
 It needs NATS alone, at the address that the services use: `[nats]` in tediserve.toml, or TEDISERVE_NATS_URL.
 Exit codes: 0 done; 1 NATS is not there or does not answer; 2 wrong usage or configuration; 3 there is no such instance;
-4 the instance has not ended in time.
+4 the instance has not ended in time; 130 interrupted.
 """
 
 import argparse
@@ -46,6 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
         )
     except MalformedMessage as error:
         return _complain(f"what is stored cannot be read, it may be of a later version: {error}", 1)
+    except ModuleNotFoundError as error:
+        return _complain(f'{error.name} is not installed: pip install "tediserve[cli]", or ask for --json', 2)
     except UnknownInstance as error:
         return _complain(error, 3)
     except NotDrained as error:
