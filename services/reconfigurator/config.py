@@ -15,6 +15,7 @@ class ReconfiguratorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     metrics_port: int = 0  # Prometheus metrics there; 0: nowhere
     period_s: float = 300.0  # from plan to plan
     soon_s: float = 5.0  # until a plan is made after a node has come or gone
+    stay_periods: int = 6  # that a layout runs, at least, before it is left for lower latency alone
     min_covered_s: float = 60.0  # of the workload, before anything is planned from it
     snapshot_limit_s: float = 60.0  # older snapshots are not planned from: the workload-monitor is dead
     launch_limit_s: float = 600.0  # from the stop of what is in its way until an instance runs
@@ -26,6 +27,8 @@ class ReconfiguratorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is not positive")
+        if not self.stay_periods >= 0:
+            raise ValueError(f"stay_periods: {self.stay_periods} is negative")
         if not self.min_covered_s >= 0:
             raise ValueError(f"min_covered_s: {self.min_covered_s} is negative")
         if not 0 <= self.metrics_port <= 65535:

@@ -9,8 +9,10 @@
 5. It is left for a clear gain: a mean threshold higher by more than `min_gain`; or one no lower (but for what the
    planner may give away for latency) and a mean latency lower by at least `min_gain`.
 6. It grows where nothing has to stop: every instance runs on, and others start on idle devices.
+7. For lower latency alone it is not left in its first `stay_periods` periods: after a peak the next one may follow.
 """
 
+import math
 from typing import Literal
 
 import msgspec
@@ -24,6 +26,7 @@ Reason = Literal[
     "out_of_time",
     "same_layout",
     "no_clear_gain",
+    "too_soon",
     "overload",  # so it is, and no other layout is known to do better
     "outdated",
     "failed",
@@ -159,11 +162,13 @@ def _change(reason: Reason, because: str) -> Verdict:
 
 
 class Reconfigurator:
-    """Asks for plans and decides on them (rules 1 and 2)."""
+    """Asks for plans and decides on them (rules 1, 2 and 7)."""
 
-    def __init__(self, period_s: float, soon_s: float = 5.0) -> None:
+    def __init__(self, period_s: float, soon_s: float = 5.0, stay_periods: int = 6) -> None:
         self._period_s = period_s
         self._soon_s = soon_s
+        self._stay_s = stay_periods * period_s
+        self._leave_at = -math.inf  # for lower latency, not before
         self._problem: Problem | None = None
         self._due_at: float | None = None  # none: until a problem is known
         self._is_planning = False
@@ -212,8 +217,12 @@ class Reconfigurator:
             self._due_at = min(self._due_at, now + self._soon_s)
             return [Keep(_keep("outdated", "the cluster has changed since the plan was asked for")), *self._wake()]
         verdict = judge(event.problem, event.plan)
-        decided: Command = Adopt(event.plan, verdict) if verdict.change else Keep(verdict)
-        return [decided, *self._ask(now)]
+        if verdict.reason == "latency_gain" and now < self._leave_at:
+            verdict = _keep("too_soon", f"the layout has changed within the last {self._stay_s:g} s; {verdict.because}")
+        if not verdict.change:
+            return [Keep(verdict), *self._ask(now)]
+        self._leave_at = now + self._stay_s
+        return [Adopt(event.plan, verdict), *self._ask(now)]
 
     def _wake(self) -> list[Command]:
         return [] if self._due_at is None else [WakeAt(self._due_at)]

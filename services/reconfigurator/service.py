@@ -60,6 +60,7 @@ FAILURES = Gauge("tediserve_reconfigurator_failed_launches", "In a row")
 
 _STORE_LIMIT_S = 2.0
 _BEAT_S = 0.5
+_LEASE_TTL_S = 3  # nothing waits for a layout: rather that than one that a busy machine makes lose it
 
 
 def make_serve(config: ReconfiguratorConfig) -> Callable[[Runtime], Awaitable[None]]:
@@ -68,7 +69,7 @@ def make_serve(config: ReconfiguratorConfig) -> Callable[[Runtime], Awaitable[No
     degrees = read_latency_file(profile.latency_file).degrees
 
     async def serve(runtime: Runtime) -> None:
-        lease = Lease(runtime.bus, new_id("reconf"), subjects.RECONFIGURATOR_LEASE_KEY)
+        lease = Lease(runtime.bus, new_id("reconf"), subjects.RECONFIGURATOR_LEASE_KEY, _LEASE_TTL_S)
         logger.info("waiting for the lease")
         if not await lease.acquire_unless(runtime.stopping):
             return
@@ -91,7 +92,7 @@ class ReconfiguratorService:
         self._runtime, self._bus, self._config = runtime, runtime.bus, config
         self._profile, self._degrees = profile, degrees
         self._loop = asyncio.get_running_loop()
-        self._policy = Reconfigurator(config.period_s, config.soon_s)
+        self._policy = Reconfigurator(config.period_s, config.soon_s, config.stay_periods)
         self._listens_since = self._loop.time()
         self._changed = asyncio.Event()
         self._nodes: dict[str, m.NodeStatus] = {}

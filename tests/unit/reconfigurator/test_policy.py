@@ -158,3 +158,22 @@ def test_a_failed_plan_is_told_and_the_next_one_comes(policy: Reconfigurator) ->
     assert isinstance(kept, Keep)
     assert (kept.verdict.reason, wake) == ("failed", WakeAt(600.0))
     assert policy.handle(Tick(), now=600.0)[0] == MakePlan(PROBLEM)
+
+
+def test_a_new_layout_is_not_left_at_once_for_lower_latency() -> None:
+    policy = Reconfigurator(period_s=300.0, stay_periods=2)
+    faster, needed = make_plan(today=make_figures(0.9, 4.0)), make_plan(today=None)
+    policy.handle(ProblemSeen(PROBLEM), now=0.0)
+    told = []
+    for at, made in ((300.0, needed), (600.0, faster), (800.0, needed), (1100.0, faster), (1400.0, faster)):
+        policy.handle(Tick(), now=at)
+        decided = policy.handle(PlanMade(PROBLEM, made), now=at)[0]
+        assert isinstance(decided, Adopt | Keep)
+        told.append((type(decided), decided.verdict.reason))
+    assert told == [
+        (Adopt, "today_infeasible"),
+        (Keep, "too_soon"),
+        (Adopt, "today_infeasible"),
+        (Keep, "too_soon"),
+        (Adopt, "latency_gain"),
+    ]
