@@ -1,6 +1,6 @@
 """A lease: of several schedulers, or several reconfigurators, one acts.
 
-1. The lease is one message that vanishes `LEASE_TTL_S` after its last renewal. Creating it succeeds for one only.
+1. The lease is one message that vanishes `ttl_s` after its last renewal. Creating it succeeds for one only.
 2. The sequence that created it is the holder's epoch: every later holder has a higher one.
 3. Who cannot renew within the time to live, counted from the start of the last successful renewal, has lost it.
 4. A renewal that is refused is read back: one's own lease means that an acknowledgement was lost.
@@ -13,7 +13,7 @@ from contracts.messages import SchedulerLease
 from services.bus import Bus, BusTimeout, SequenceConflict
 from services.runtime import Stop
 
-LEASE_TTL_S = 1
+LEASE_TTL_S = 1  # the scheduler's
 RENEW_EVERY_S = 0.3
 
 
@@ -24,8 +24,8 @@ class LeaseLost(Exception):
 class Lease:
     """`acquire` it, then run `keep` beside the work; when `keep` raises, stop acting at once."""
 
-    def __init__(self, bus: Bus, holder: str, key: str = subjects.LEASE_KEY) -> None:
-        self._bus, self._subject = bus, subjects.cluster_key(key)
+    def __init__(self, bus: Bus, holder: str, key: str = subjects.LEASE_KEY, ttl_s: int = LEASE_TTL_S) -> None:
+        self._bus, self._subject, self._ttl_s = bus, subjects.cluster_key(key), ttl_s
         self._value = SchedulerLease(holder=holder)
         self._seq = 0
         self.epoch = 0
@@ -35,7 +35,7 @@ class Lease:
         while True:
             try:
                 self._seq = await self._bus.append(
-                    self._subject, self._value, after_seq=0, ttl_s=LEASE_TTL_S, limit_s=LEASE_TTL_S
+                    self._subject, self._value, after_seq=0, ttl_s=self._ttl_s, limit_s=self._ttl_s
                 )
             except (SequenceConflict, BusTimeout):
                 await asyncio.sleep(RENEW_EVERY_S)
@@ -70,12 +70,12 @@ class Lease:
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             started_at = loop.time()
-            left_s = renewed_at + LEASE_TTL_S - started_at
+            left_s = renewed_at + self._ttl_s - started_at
             if left_s <= 0:
                 raise LeaseLost("not renewed in time")
             try:
                 self._seq = await self._bus.append(
-                    self._subject, self._value, after_seq=self._seq, ttl_s=LEASE_TTL_S, limit_s=left_s
+                    self._subject, self._value, after_seq=self._seq, ttl_s=self._ttl_s, limit_s=left_s
                 )
                 renewed_at = tried_at = started_at
             except SequenceConflict:

@@ -63,6 +63,9 @@ REACTION_S = Histogram(
 )
 
 _CATCH_UP_LIMIT_S = 60.0
+_LEASE_TTL_S = (
+    3  # longer than the scheduler's: two that decide for a while do no harm, and a busy machine must not stop it
+)
 _MOST_AT_ONCE = 256  # events; then they are decided on, though more may have arrived
 
 
@@ -73,7 +76,7 @@ def make_serve(config: ThresholdControllerConfig) -> Callable[[Runtime], Awaitab
 
     async def serve(runtime: Runtime) -> None:
         check_retention(profile, runtime.bus.result_retention_s)
-        lease = Lease(runtime.bus, new_id("control"), subjects.CONTROLLER_LEASE_KEY)
+        lease = Lease(runtime.bus, new_id("control"), subjects.CONTROLLER_LEASE_KEY, _LEASE_TTL_S)
         logger.info("waiting for the lease")
         if not await lease.acquire_unless(runtime.stopping):
             return
