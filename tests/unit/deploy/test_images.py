@@ -39,10 +39,19 @@ def extras_of(target: str) -> list[str]:
     return install[1].split(",")
 
 
-def pinned() -> dict[str, Requirement]:
-    lines = (DEPLOY / "images" / "constraints.txt").read_text().splitlines()
+def pinned(file: str) -> dict[str, str]:
+    """Versions by distribution."""
+    lines = (DEPLOY / "images" / file).read_text().splitlines()
     requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+    return {canonicalize_name(wanted.name): str(wanted.specifier).removeprefix("==") for wanted in requirements}
+
+
+def constraints_of(target: str) -> str:
+    """The file that its image is installed with, each time that something is installed into it."""
+    [source] = re.findall(r"COPY --from=(\S+)", " ".join(stages()[target]))
+    installs = [line for line in stages()[source] if "install --constraint" in line]
+    [name] = {found[1] for line in installs if (found := re.search(r"--constraint (\S+)", line))}
+    return str(name)
 
 
 def test_the_dockerfile_has_no_faults_that_hadolint_knows() -> None:
@@ -88,22 +97,27 @@ def test_only_the_denoisers_images_hold_torch() -> None:
     assert "denoiser" in _flat(extras_of("denoiser-cuda"))
 
 
-def test_every_distribution_is_pinned_to_a_version_that_is_accepted() -> None:
-    versions = pinned()
-    assert {name for name, wanted in versions.items() if not re.fullmatch(r"==[\w.]+", str(wanted.specifier))} == {
-        "vllm"  # of which pyproject.toml names one release
-    }
-    for name, requirements in closure("control", "denoiser", "telemetry").items():
-        assert name in versions, f"{name} is missing in deploy/images/constraints.txt"
-        version = str(versions[name].specifier).removeprefix("==")
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_distribution_is_pinned_to_a_version_that_is_accepted(target: str) -> None:
+    versions = pinned(constraints_of(target))
+    extras = [extra for extra in extras_of(target) if extra != "gpu"] + ["denoiser"] * ("gpu" in extras_of(target))
+    assert all(re.fullmatch(r"[\w.]+", version) for version in versions.values())
+    for name, requirements in closure(*extras).items():
+        assert name in versions, f"{name} is missing in {constraints_of(target)}"
         for requirement in requirements:
-            assert requirement.specifier.contains(version, prereleases=True), f"{name} {version}: {requirement}"
+            accepted = requirement.specifier.contains(versions[name], prereleases=True)
+            assert accepted, f"{name} {versions[name]}: {requirement}"
+
+
+def test_vllm_is_pinned_to_a_release_that_we_know() -> None:
+    [vllm] = [requirement for requirement in map(Requirement, EXTRAS["gpu"]) if requirement.name == "vllm"]
+    assert vllm.specifier.contains(pinned("constraints-cuda.txt")["vllm"])
 
 
 def test_torch_is_the_version_of_the_makefile() -> None:
-    makefile = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    makefile = re.search(r"^TORCH \?= torch==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert makefile is not None
-    assert makefile[1] == f"torch{pinned()['torch'].specifier}"
+    assert {pinned(constraints_of(target)).get("torch", makefile[1]) for target in TARGETS} == {makefile[1]}
 
 
 def test_what_is_copied_exists_and_is_not_ignored() -> None:
