@@ -97,7 +97,11 @@ class TrainConfig:
     seed: int = 1
     num_ranks: int = 2
     first_cycle_steps: int = 11_000
-    later_cycles: tuple[LaterCycle, ...] = (LaterCycle(2_600, 0.5), LaterCycle(1_400, 0.3, restarts=True))
+    later_cycles: tuple[LaterCycle, ...] = (
+        LaterCycle(2_600, 0.5),
+        LaterCycle(1_400, 0.3, restarts=True),
+        LaterCycle(900, 0.2, restarts=True),
+    )
     warmup_steps: int = 100
     decay_start: float = 0.35
     learning_rate: float = 3e-3
