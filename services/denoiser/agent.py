@@ -82,6 +82,7 @@ class Agent:
         self._metrics_port = load_section(WorkerConfig, "worker").metrics_port  # of number 0; the others' follow
         self._numbers: dict[str, int] = {}  # by slot id, of those with a process: the lowest that was free
         self._processes: dict[str, asyncio.subprocess.Process] = {}  # by slot id
+        self._began = False
         self._finished = asyncio.Event()
 
     async def run(self) -> None:
@@ -93,6 +94,7 @@ class Agent:
             if self._config.planned:
                 await self._read_plan()
             self._handle(Began())
+            self._began = True
             self._runtime.spawn(every(self._config.status_every_s, self._publish_status), name="status")
             await self._runtime.until_stopped()
             self._handle(StopAsked())
@@ -124,6 +126,8 @@ class Agent:
         self._handle(Ready(instance_id=status.instance_id))
 
     async def _publish_status(self) -> None:
+        if not self._began:
+            return  # who heard that nothing runs might take it for what is wanted
         await self._bus.publish(subjects.node_status(self._node_id), self._policy.status(time.time()))
 
     # --- commands -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
    another one was ahead of, or whose answer is lost, is not repeated: what then stands is read, and looked at anew.
 3. One task does everything, one thing after the other: it drops nodes that are silent, brings a rollout on, adopts
    nodes that have come, and asks the policy. The planner alone runs beside it, on a thread of its own.
-4. Before it has listened for `node_silent_s` no node is taken for silent, and none is adopted.
+4. Before it has listened for `node_silent_s` no node is taken for silent.
 5. A plan that cannot be read is replaced by one that adopts what runs.
 """
 
@@ -195,7 +195,7 @@ class ReconfiguratorService:
         if plan is not None and plan.rollout is not None:
             limit_s = self._config.launch_limit_s
             return advance(plan, self._nodes, wall, launch_limit_s=limit_s, settled=self._settled)
-        if not self._settled or not any(node.planned for node in self._nodes.values()):
+        if not any(node.planned for node in self._nodes.values()):
             return None
         return adopt(self._nodes.values(), wall, plan)
 
