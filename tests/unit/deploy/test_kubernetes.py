@@ -145,12 +145,13 @@ def test_the_profile_is_the_images_own_or_the_mounted_one(service: Service, over
     assert "COPY profiles/tiny-cpu /profile\n" in (DEPLOY / "images" / "Dockerfile").read_text()
 
 
-def test_only_one_controller_runs_and_two_schedulers_stand_by() -> None:
+def test_a_second_scheduler_stands_by_and_of_what_keeps_no_request_there_is_one() -> None:
     replicas = {found["metadata"]["name"]: found["spec"]["replicas"] for found in find("overlays/gpu", "Deployment")}
-    assert replicas["threshold-controller"] == 1
-    assert replicas["scheduler"] == 2
-    [controller] = find("overlays/gpu", "Deployment", "threshold-controller")
-    assert controller["spec"]["strategy"] == {"type": "Recreate"}, "not even while one takes the other's place"
+    two = {"gateway", "scheduler"}
+    assert replicas == {name: 2 if name in two else 1 for name in replicas}
+    for found in find("overlays/gpu", "Deployment"):
+        kind = "RollingUpdate" if found["metadata"]["name"] in two else "Recreate"
+        assert found["spec"]["strategy"]["type"] == kind, "who is alone goes before the next one comes"
 
 
 def test_agents_run_on_gpu_nodes_with_their_gpus_or_on_all_nodes_without() -> None:
