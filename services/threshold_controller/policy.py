@@ -533,7 +533,7 @@ class ThresholdController:
 
     def _share_out(self, counted: list[_Open], hopeless: list[_Open], num_hopeless: int) -> m.LoadState:
         """Rules 5 to 7: gives everybody a cap."""
-        self._cap_all(hopeless, 0)
+        self._cap_all(hopeless, 0 if self.config.load_control else self._top)
         num_instances = float(sum(self._fleet.values()))
         claims = self._claims(counted)
         if not self.config.load_control:

@@ -92,6 +92,12 @@ def test_risk_chooses_between_the_mean_and_the_upper_bound(risk: float, expected
     assert decisions(controller)["r1"][0] == expected
 
 
+def test_with_both_controls_off_everybody_runs_at_the_profile_s_threshold() -> None:
+    controller = make_controller("a", deadline_control=False, load_control=False)
+    placed(controller, 0.001)
+    assert decisions(controller) == {"r1": (0.9, "slack")}
+
+
 def test_hopeless_takes_a_forecast_s_spread_into_account(controller: ThresholdController) -> None:
     """29.6 ms are left on average, but half of it is as likely as half as much again."""
     placed(controller, 0.0200)
