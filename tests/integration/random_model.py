@@ -53,6 +53,7 @@ def write_profile(
     kv_tokens: int = 8192,
     tp_degree: int = 1,
     degrees: Sequence[int] = (),
+    time_limit_s: float = 100,
     disturbance: float = 0.0,
     seed: int = 0,
 ) -> Path:
@@ -71,7 +72,7 @@ steps_per_block = {BLOCK_SIZE - 1}
 [limits]
 max_context_tokens = {MAX_CONTEXT_TOKENS}
 max_output_tokens = {MAX_OUTPUT_TOKENS}
-time_limit_s = 100
+time_limit_s = {time_limit_s}
 [engine]
 dtype = "float32"
 device = "cpu"
