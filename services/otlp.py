@@ -111,12 +111,14 @@ class _Sender(SpanExporter):
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
-def _resource(service: str) -> dict[str, str | int]:
+def _resource(process: str) -> dict[str, str | int]:
+    """`process`: as it calls itself, "gateway" or "worker INSTANCE"."""
+    service, _, instance_id = process.partition(" ")
     return {
         "service.name": f"tediserve-{service}",
         "service.namespace": "tediserve",
         "service.version": _version(),
-        "service.instance.id": new_id(service),
+        "service.instance.id": instance_id or new_id(service),
         "host.name": socket.gethostname(),
         "process.pid": os.getpid(),
     }

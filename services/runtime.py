@@ -174,6 +174,11 @@ class _TextFormatter(logging.Formatter):
     def __init__(self, service: str) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {service}: %(message)s", "%H:%M:%S")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
+        line = super().formatMessage(record)
+        parent = trace_parent.get() if telemetry.is_on() else ""  # else there is nowhere to look it up
+        return f"{line} [trace {parent.split('-')[1]}]" if parent else line
+
 
 class _JsonFormatter(logging.Formatter):
     def __init__(self, service: str) -> None:

@@ -12,10 +12,8 @@
 6. No prompt, answer or key is ever an attribute.
 """
 
-import contextvars
 import threading
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
@@ -77,7 +75,7 @@ MOVES = "tediserve.moves"
 # spans of a request's trace, below the call's own, which is named `chat MODEL` or `text_completion MODEL`
 ADMISSION = "admission"  # gateway: from a valid call to its requests being stored
 QUEUE = "queue"  # scheduler: from arrival, or a loss, to an accepted assignment
-MOVE = "move"  # scheduler: from a release sent to an accepted assignment elsewhere
+MOVE = "move"  # scheduler: from the last record of the instance that let it go to an accepted assignment elsewhere
 BLOCK = "block"  # worker: from a block's first pass to its last
 RESULT = "result"  # worker: from the last block's end to its record being stored
 
@@ -144,14 +142,13 @@ def is_on() -> bool:
 
 
 class Span:
-    """Something that goes on. `end` it, or use it as a context: what is sent on the bus inside is part of it."""
+    """Something that goes on until its `end`. What shall be part of it is sent with its `traceparent`."""
 
-    __slots__ = ("_live", "_token", "traceparent")
+    __slots__ = ("_live", "traceparent")
 
     def __init__(self, traceparent: str, live: "LiveSpan | None") -> None:
         self.traceparent = traceparent
         self._live = live
-        self._token: contextvars.Token[str] | None = None
 
     def set(self, attributes: Attributes) -> None:
         """Adds what has become known."""
@@ -163,17 +160,6 @@ class Span:
         if self._live is not None:
             self._live.end(error, ended_at)
             self._live = None
-
-    def __enter__(self) -> "Span":
-        self._token = trace_parent.set(self.traceparent)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._token is not None
-        trace_parent.reset(self._token)
-        self.end(error=kind.__name__ if kind is not None else "")
 
 
 def begin(

@@ -49,6 +49,7 @@ class Run:
         self._start_block()
         # storing
         self.seq = assign.from_seq  # of the record that the next write continues from
+        self.blocks_stored = len(self.blocks)
         self.unstored: m.ProgressRecord | None = None  # the newest; None: the newest is stored
         self.writing = False
         # where it is

@@ -17,6 +17,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from contracts import messages as m
 from contracts import subjects
 from contracts.codec import MalformedMessage
+from services import telemetry
 from services.bus import BusTimeout, NoResponder, StreamFull, trace_parent
 from services.costs import LatencyProfile, PassLoad, load_latency, step_load
 from services.denoiser.config import WorkerConfig, default_node_id, fresh_instance_id
@@ -320,6 +321,8 @@ class Worker:
             self._handle(WriteOverdue(run_id=write.run_id))
         else:
             self._handle(Stored(run_id=write.run_id, record=write.record, seq=seq))
+            if telemetry.is_on():
+                _record_spans(write, stored_at=time.time())
 
     async def _ask_to_drain(self) -> None:
         notice = m.DrainNotice(instance_id=self._policy.instance.instance_id)
@@ -356,6 +359,44 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         if not self._exit.done():
             self._exit.set_exception(error)
+
+
+def _record_spans(write: Write, *, stored_at: float) -> None:
+    """What the stored record tells that no earlier one did, under the trace of the request."""
+    record = write.record
+    ended_at = record.written_at
+    for back, cost in enumerate(reversed(record.blocks[write.blocks_before :]), start=1):
+        began_at = ended_at - cost.seconds
+        telemetry.record(
+            telemetry.BLOCK,
+            began_at=began_at,
+            ended_at=ended_at,
+            attributes={
+                telemetry.REQUEST_ID: record.request_id,
+                telemetry.ATTEMPT: record.attempt,
+                telemetry.INSTANCE_ID: cost.instance_id,
+                telemetry.TP_DEGREE: cost.tp_degree,
+                telemetry.BLOCK_INDEX: record.blocks_done - back,
+                telemetry.RECOMPUTE_STEPS: cost.recompute_steps,
+                telemetry.CACHE_STEPS: cost.cache_steps,
+                telemetry.MEAN_THRESHOLD: cost.mean_threshold,
+            },
+        )
+        ended_at = began_at  # an engine does the blocks of a request one after another
+    if record.is_final:
+        telemetry.record(
+            telemetry.RESULT,
+            began_at=record.written_at,
+            ended_at=stored_at,
+            attributes={
+                telemetry.REQUEST_ID: record.request_id,
+                telemetry.STATE: record.state,
+                telemetry.REASON: record.reason,
+                telemetry.BLOCKS_DONE: record.blocks_done,
+                telemetry.MOVES: record.moves,
+            },
+            error=record.reason if record.state == "failed" else "",
+        )
 
 
 def _latency_profile(profile: Profile) -> LatencyProfile | None:

@@ -166,6 +166,7 @@ class Write(Command, frozen=True, kw_only=True):
     run_id: str
     record: m.ProgressRecord
     after_seq: int
+    blocks_before: int  # of its blocks, those that are not news: in an earlier record that was stored
     trace: str
 
 

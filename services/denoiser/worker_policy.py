@@ -427,7 +427,15 @@ class WorkerPolicy:
         run.writing = run.unstored is not None
         if run.unstored is None:
             return []
-        return [Write(run_id=run.run_id, record=run.unstored, after_seq=run.seq, trace=run.trace)]
+        return [
+            Write(
+                run_id=run.run_id,
+                record=run.unstored,
+                after_seq=run.seq,
+                blocks_before=run.blocks_stored,
+                trace=run.trace,
+            )
+        ]
 
     def _write_again(self, run_id: str) -> list[WorkerCommand]:
         run = self._runs.get(run_id)
@@ -438,6 +446,7 @@ class WorkerPolicy:
         if run is None:
             return []
         run.seq = stored.seq
+        run.blocks_stored = len(stored.record.blocks)
         if run.unstored is stored.record:
             run.unstored = None
         if run.over and run.unstored is None:

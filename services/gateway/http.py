@@ -25,7 +25,8 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
 
 from contracts.messages import ProgressRecord
-from services.bus import Stored, new_trace_parent, trace_parent
+from services import telemetry
+from services.bus import Stored, trace_parent
 from services.gateway.answers import DONE, PING, PREFIXES, Answer, event, extra_of, failure, usage
 from services.gateway.config import GatewayConfig
 from services.gateway.openai_api import Api, ApiError, Arrival, Call, Facts, Kind
@@ -43,6 +44,7 @@ from services.gateway.policy import (
 )
 from services.gateway.schema import ChatOperation, ObjectOperation, ResultOperation, TextOperation, openapi_config
 from services.gateway.service import TOKENS, GatewayService, LiveCall, call_id_for_key
+from services.gateway.spans import begin_call, end_call, refuse_call
 from services.gateway.text import TextCodec
 from services.profile import Profile
 
@@ -93,9 +95,16 @@ class Gateway:
             call = self.api.read(kind, raw, arrival)
         request.scope["state"]["call"] = PREFIXES[kind] + call_id
         sent_parent = request.headers.get("traceparent", "")
-        trace_parent.set(sent_parent if _TRACE_PARENT.fullmatch(sent_parent) else new_trace_parent())
-        live = await (self.service.open(call) if key is None else self.service.attach(call))
-        return CallResponse(self, live, call, self._answer(live, call))
+        span = begin_call(call, sent_parent if _TRACE_PARENT.fullmatch(sent_parent) else "")
+        trace_parent.set(span.traceparent)
+        began_at = time.time()
+        try:
+            live = await (self.service.open(call) if key is None else self.service.attach(call))
+        except ApiError as error:
+            refuse_call(span, error.status, error.code)
+            raise
+        telemetry.record(telemetry.ADMISSION, began_at=began_at, ended_at=time.time())
+        return CallResponse(self, live, call, self._answer(live, call), span)
 
     def _answer(self, live: LiveCall, call: Call) -> Answer:
         created_at = live.bases[0].created_at
@@ -178,12 +187,15 @@ def _state(state: CallState, found: list[Stored[ProgressRecord]], failed: Progre
 class CallResponse:
     """Answers one call, whole or as a stream. An ASGI app."""
 
-    def __init__(self, gateway: Gateway, live: LiveCall, call: Call, answer: Answer) -> None:
+    def __init__(self, gateway: Gateway, live: LiveCall, call: Call, answer: Answer, span: telemetry.Span) -> None:
         self._service = gateway.service
         self._config = gateway.config
         self._live = live
         self._call = call
         self._answer = answer
+        self._span = span
+        self._status = 200  # unless it fails before the first byte
+        self._error = ""  # a word for what went wrong
         self._arrived_at = time.monotonic()
         self._choices_ended = 0
         self._any_text = False
@@ -193,10 +205,15 @@ class CallResponse:
         watcher = asyncio.create_task(self._watch_for_hang_up(receive))
         try:
             await (self._stream(send) if self._call.stream else self._whole(send))
+        except Exception:
+            self._status, self._error = _INTERNAL.status, "internal_error"
+            raise
         finally:
             scope["state"]["client_left"] = self._gone
             watcher.cancel()
             self._service.client_left(self._live)
+            error = "client_gone" if self._gone else self._error
+            end_call(self._span, self._call, self._live.state, status=self._status, error=error)
 
     async def _watch_for_hang_up(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -226,6 +243,7 @@ class CallResponse:
 
     async def _fail(self, send: Send, failed: FailCall) -> None:
         error = failure(failed.reason, failed.record)
+        self._status = error.status
         await self._deliver(_send_json(send, error.status, error.envelope, error.headers))
 
     async def _stream(self, send: Send) -> None:
@@ -243,6 +261,7 @@ class CallResponse:
                 await self._write(send, PING if news is None else b"".join(map(self._render, news)))
         except Exception:  # the 200 is out: the stream itself must tell
             logger.exception("error while streaming %s", self._answer.id)
+            self._error = "internal_error"
             await self._write(send, event(_INTERNAL.envelope))
         if not self._gone:  # left open, the server closes the connection of a client that is stuck
             await self._deliver(send({"type": "http.response.body", "body": b"", "more_body": False}))
@@ -297,8 +316,10 @@ class CallResponse:
                 used = usage(self._live.state)
                 TOKENS.labels("in").inc(used["prompt_tokens"])
                 TOKENS.labels("out").inc(used["completion_tokens"])
-            if isinstance(command, FailCall) and failure(command.reason, command.record).status >= 500:
-                logger.warning("call %s failed: %s", self._answer.id, command.reason)
+            if isinstance(command, FailCall):
+                self._error = command.reason
+                if failure(command.reason, command.record).status >= 500:
+                    logger.warning("call %s failed: %s", self._answer.id, command.reason)
 
 
 # --- the app ------------------------------------------------------------------------------------------------------

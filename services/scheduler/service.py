@@ -22,6 +22,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from contracts import messages as m
 from contracts import subjects
 from contracts.codec import MalformedMessage
+from services import telemetry
 from services.bus import Bus, BusTimeout, Follower, NoResponder, trace_parent
 from services.costs import load_latency
 from services.lease import Lease
@@ -234,22 +235,24 @@ class SchedulerService:
 
     def _carry_out(self, command: e.Command) -> None:
         reason = getattr(command, "reason", "")
+        request_id = _request_id(command)
+        trace_parent.set(self._traces.get(request_id, ""))  # the log line's, and of what is sent below
         COMMANDS.labels(type(command).__name__, reason).inc()
         if not isinstance(command, e.WakeAt):
             logger.log(logging.INFO if isinstance(command, _LOUD) else logging.DEBUG, "%s", _Brief(command))
         match command:
             case e.SendAssign():
-                self._spawn(self._assign(command), "assign", command.assign.request.request_id)
+                self._spawn(self._assign(command), "assign")
             case e.SendRelease():
-                self._spawn(self._release(command), "release", command.release.request_id)
+                self._spawn(self._release(command), "release")
             case e.WriteRecord():
-                self._spawn(self._write(command), "write", command.record.request_id)
+                self._spawn(self._write(command), "write")
             case e.Purge():
-                self._spawn(self._purge(subjects.request(command.request_id)), "purge")
-                self._traces.pop(command.request_id, None)
+                self._spawn(self._purge(subjects.request(request_id)), "purge")
+                self._traces.pop(request_id, None)
             case e.SendCancel():
-                cancel = m.Cancel(request_id=command.request_id)
-                self._spawn(self._bus.publish(subjects.cancel(command.request_id), cancel), "cancel")
+                cancel = m.Cancel(request_id=request_id)
+                self._spawn(self._bus.publish(subjects.cancel(request_id), cancel), "cancel")
             case e.AskStatus():
                 self._spawn(self._bus.publish(subjects.STATUS_ASK, m.StatusAsk()), "ask")
             case e.WakeAt():
@@ -262,9 +265,8 @@ class SchedulerService:
             case e.Wait():
                 pass
 
-    def _spawn(self, work: Coroutine[Any, Any, Any], name: str, request_id: str = "") -> None:
-        """A task that speaks for the request: its messages carry the request's trace."""
-        trace_parent.set(self._traces.get(request_id, ""))
+    def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+        """A task whose messages carry the trace of what is handled now."""
         self._runtime.spawn(work, name=name)
 
     async def _assign(self, command: e.SendAssign) -> None:
@@ -273,6 +275,7 @@ class SchedulerService:
         ANSWERS.labels(_label(answer)).inc()
         if isinstance(answer, m.Accepted):
             ATTEMPTS.labels(str(assign.attempt)).inc()
+            _record_wait(command)
         self._handle(e.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
 
     async def _release(self, command: e.SendRelease) -> None:
@@ -339,6 +342,38 @@ async def _stand_down(reason: str) -> None:
     raise Stop(3, f"another scheduler acts ({reason})")
 
 
+def _record_wait(command: e.SendAssign) -> None:
+    """The wait that the accepted assignment has ended: a move's since the other instance's last record."""
+    request, resume = command.assign.request, command.assign.resume
+    telemetry.record(
+        telemetry.MOVE if resume is not None and resume.holder else telemetry.QUEUE,
+        began_at=request.created_at if resume is None else resume.written_at,
+        ended_at=time.time(),
+        attributes={
+            telemetry.REQUEST_ID: request.request_id,
+            telemetry.ATTEMPT: command.assign.attempt,
+            telemetry.INSTANCE_ID: command.instance_id,
+            telemetry.PRIORITY: request.priority,
+            telemetry.REASON: command.reason,
+        },
+    )
+
+
+def _request_id(command: e.Command) -> str:
+    """Of the request that the command is about; "": of none."""
+    match command:
+        case e.SendAssign():
+            return command.assign.request.request_id
+        case e.SendRelease():
+            return command.release.request_id
+        case e.WriteRecord():
+            return command.record.request_id
+        case e.Purge() | e.SendCancel() | e.Wait():
+            return command.request_id
+        case _:
+            return ""
+
+
 def _label(answer: e.Answer) -> str:
     match answer:
         case m.Accepted():
@@ -359,13 +394,11 @@ class _Brief:
         command = self._command
         match command:
             case e.SendAssign(instance_id=instance_id, assign=assign):
-                what = f"{assign.request.request_id} to {instance_id}, attempt {assign.attempt}"
+                what = f" to {instance_id}, attempt {assign.attempt}"
             case e.SendRelease(instance_id=instance_id, release=release):
-                what = f"{release.request_id} by {instance_id}, attempt {release.attempt}"
+                what = f" by {instance_id}, attempt {release.attempt}"
             case e.WriteRecord(record=record):
-                what = f"{record.request_id} {record.state}, attempt {record.attempt}"
-            case e.Purge() | e.SendCancel() | e.Wait():
-                what = command.request_id
+                what = f" {record.state}, attempt {record.attempt}"
             case _:
                 what = ""
-        return f"{type(command).__name__} {what} ({getattr(command, 'reason', '')})"
+        return f"{type(command).__name__} {_request_id(command)}{what} ({getattr(command, 'reason', '')})"

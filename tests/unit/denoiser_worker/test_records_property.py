@@ -49,6 +49,7 @@ class Worker:
         self.writes: list[Write] = []
         self.admitted: list[Admit] = []
         self.dropped = False
+        self.news: list[m.BlockCost] = []  # of the records that are known to be stored
 
     def feed(self, commands: list[WorkerCommand]) -> None:
         for command in commands:
@@ -71,6 +72,7 @@ class Worker:
         if outcome == "unanswered":
             self.feed(self.policy.handle(WriteOverdue(run_id=write.run_id), 1.0))
         elif stored or self.cell.records[-1:] == [write.record]:
+            self.news += write.record.blocks[write.blocks_before :]
             event = Stored(run_id=write.run_id, record=write.record, seq=self.cell.seq)
             self.feed(self.policy.handle(event, 1.0))
         else:
@@ -189,6 +191,8 @@ def test_records_add_up_to_the_answer(data: st.DataObject, truth: list[int], max
     worker.answer_writes()
 
     assert worker.policy.num_held == 0
+    own_blocks = [block for block in cell.records[-1].blocks if block.instance_id == worker.policy.instance.instance_id]
+    assert worker.news == own_blocks, "each block is news once, lost acknowledgements or not"
     final = cell.records[-1]
     assert (final.state, final.finish) == ("finished", "eos" if EOS in truth else "length")
     assert final.token_ids == expected_answer(truth, max_tokens)
