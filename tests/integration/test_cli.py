@@ -70,6 +70,7 @@ async def test_on_a_whole_stack_all_are_told_of_and_a_drain_under_load_loses_no_
         assert all(instance_id in table.out for instance_id in ids)
         assert {instance["state"] for instance in status["instances"]} == {"serving"}
         assert status["scheduler"].startswith("sched-")
+        assert status["threshold_controller"].startswith("control-")
         assert status["epoch"] > 0
         assert status["load"]["capacity_s"] > 0
         assert [gateway[:3] for gateway in status["gateways"]] == ["gw-"]

@@ -14,7 +14,7 @@ _READ_LIMIT_S = 20.0
 _READS_AT_ONCE = 32
 _DRAIN_LIMIT_S = 2.0
 _LOOK_EVERY_S = 0.1
-_LEASES = (subjects.LEASE_KEY, subjects.RECONFIGURATOR_LEASE_KEY)
+_LEASES = (subjects.LEASE_KEY, subjects.RECONFIGURATOR_LEASE_KEY, subjects.CONTROLLER_LEASE_KEY)
 
 
 class NotDrained(Exception):

@@ -51,6 +51,7 @@ class Status(Row, frozen=True, kw_only=True):
     at: float  # wall clock
     scheduler: str  # who holds the lease; "": nobody
     reconfigurator: str
+    threshold_controller: str
     epoch: int  # the scheduler's term, as the instances know it
     open_requests: int
     waiting_requests: int
@@ -157,6 +158,7 @@ class Cluster:
             at=wall,
             scheduler=leases.get("scheduler", ""),
             reconfigurator=leases.get("reconfigurator", ""),
+            threshold_controller=leases.get("threshold-controller", ""),
             epoch=max((status.epoch for status in statuses.values()), default=0),
             open_requests=len(open_ids),
             waiting_requests=len(open_ids - held),

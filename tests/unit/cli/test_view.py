@@ -47,7 +47,8 @@ def cluster() -> Cluster:
 
 
 def test_the_status_tells_instances_requests_leases_and_gateways(cluster: Cluster) -> None:
-    status = cluster.status(leases={"scheduler": "sched-1"}, open_ids=["held", "waits"], now=11.0, wall=1000.0)
+    leases = {"scheduler": "sched-1", "threshold-controller": "control-1"}
+    status = cluster.status(leases=leases, open_ids=["held", "waits"], now=11.0, wall=1000.0)
     assert status.instances == [
         InstanceRow(
             instance_id="b",
@@ -65,10 +66,12 @@ def test_the_status_tells_instances_requests_leases_and_gateways(cluster: Cluste
         InstanceRow(instance_id="c", node_id="node", state="starting", tp_degree=2, detail="waits for [b]"),
     ]
     assert (status.open_requests, status.waiting_requests) == (2, 1)
-    assert (status.scheduler, status.reconfigurator, status.epoch) == ("sched-1", "", 5)
+    assert (status.scheduler, status.reconfigurator, status.threshold_controller) == ("sched-1", "", "control-1")
+    assert status.epoch == 5
     assert status.gateways == ["gw"]
     text = shown(status_view(status))
     assert "2 open, 1 waiting" in text
+    assert "threshold-controller control-1" in " ".join(text.split())
     assert ["b", "node", "serving", "1", "1/4", "96/960", "10%", "x1.50"] in [
         line.split() for line in text.splitlines()
     ]
