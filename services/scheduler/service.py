@@ -275,7 +275,7 @@ class SchedulerService:
         ANSWERS.labels(_label(answer)).inc()
         if isinstance(answer, m.Accepted):
             ATTEMPTS.labels(str(assign.attempt)).inc()
-            _record_wait(command)
+            record_wait(command)
         self._handle(e.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
 
     async def _release(self, command: e.SendRelease) -> None:
@@ -342,7 +342,7 @@ async def _stand_down(reason: str) -> None:
     raise Stop(3, f"another scheduler acts ({reason})")
 
 
-def _record_wait(command: e.SendAssign) -> None:
+def record_wait(command: e.SendAssign) -> None:
     """The wait that the accepted assignment has ended: a move's since the other instance's last record."""
     request, resume = command.assign.request, command.assign.resume
     telemetry.record(
