@@ -291,7 +291,7 @@ class Worker:
             case Write():
                 self._runtime.spawn(self._write(command), name=f"record of {command.run_id}")
             case Show():
-                self._shown.append(command.step)  # the reports' turn comes next, and this one's with it
+                self._shown.append(command.step)  # goes out with the next report or record
             case AskToDrain():
                 self._runtime.spawn(self._ask_to_drain(), name="drain notice")
             case GiveUp():
@@ -306,6 +306,7 @@ class Worker:
 
     async def _write(self, write: Write) -> None:
         trace_parent.set(write.trace)
+        await self._show()  # before the record that ends what they show
         try:
             seq = await write_record(self._bus, write.record, after_seq=write.after_seq, limit_s=_WRITE_LIMIT_S)
         except Overtaken as overtaken:
@@ -346,9 +347,12 @@ class Worker:
             self._reportable.clear()
             if report := self._policy.take_report(time.time()):
                 await self._bus.publish(subject, report)
-            while self._shown:
-                step = self._shown.popleft()
-                await self._bus.publish(subjects.canvas(step.request_id), step)
+            await self._show()
+
+    async def _show(self) -> None:
+        while self._shown:
+            step = self._shown.popleft()
+            await self._bus.publish(subjects.canvas(step.request_id), step)
 
     # --- the hot loop's thread ------------------------------------------------------------------------------------
 

@@ -81,14 +81,17 @@ class LiveCall:
         self.bases = bases  # of each choice: what stands if no record is known
         self.followers: list[Follower] = []
         self.timer: asyncio.TimerHandle | None = None
+        self._steps: list[StepSeen] = []
         self._newest: dict[int, RecordSeen] = {}
         self._others: list[Event] = []
         self._wake = asyncio.Event()
 
     def note(self, event: Event) -> None:
-        """Something happened. Of a choice's records only the newest is kept."""
+        """Something happened. Of a choice's records only the newest is kept; its steps come before them."""
         if isinstance(event, RecordSeen):
             self._newest[event.choice] = event
+        elif isinstance(event, StepSeen):
+            self._steps.append(event)
         else:
             self._others.append(event)
         self._wake.set()
@@ -102,8 +105,8 @@ class LiveCall:
             except TimeoutError:
                 return None
         self._wake.clear()
-        events: list[Event] = [*sorted(self._newest.values()), *self._others]
-        self._newest, self._others = {}, []
+        events: list[Event] = [*self._steps, *sorted(self._newest.values()), *self._others]
+        self._steps, self._newest, self._others = [], {}, []
         return events
 
 
