@@ -69,8 +69,8 @@ def _training(profile: Path) -> str:
     return (
         "![Loss of answers and of equations over the steps](loss.svg)\n\n"
         f"{int(last['step']):,} steps, {int(last['tokens']) / 1e6:.0f} million tokens (padding included), "
-        f"{cpu_min:.0f} minutes of CPU time in two processes of one thread: {cpu_min / 2:.0f} minutes on two free "
-        f"cores. This run's steps took {float(last['wall_s']) / 60:.0f} minutes, on a machine busy with other work."
+        f"{cpu_min:.0f} minutes of CPU time in two processes of one thread. This run's steps took "
+        f"{float(last['wall_s']) / 60:.0f} minutes, on machines busy with other work."
     )
 
 

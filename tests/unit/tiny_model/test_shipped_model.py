@@ -61,13 +61,13 @@ def test_a_low_threshold_saves_a_third_of_the_steps_and_most_answers_stay_right(
 
 
 def test_the_readmes_tables_meet_what_the_model_promises() -> None:
-    """The stored evaluation, in every cache mode: 80 % at 0.9 (the goal is 85), and what a threshold trades."""
+    """The stored evaluation, in every cache mode: 85 % at 0.9, and what a threshold trades."""
     stored = json.loads((FOLDER / "evaluation.json").read_text())
     assert stored["count"] >= 1_500
     at_09 = {row["cache"]: row for row in stored["settings"] if row["threshold"] == 0.9}
     assert set(at_09) == {row["cache"] for row in stored["paired"]} == set(evaluation.CACHE_MODES)
     for row in at_09.values():
-        assert row["exact_percent"] >= 80
+        assert row["exact_percent"] >= 85
         assert row["steps_p95"] > 2 * row["steps_p5"]
         assert row["tasks"]["numbered"]["steps_mean"] >= 30
     for row in stored["paired"]:
