@@ -186,7 +186,7 @@ def test_a_streamed_call_is_one_tree_below_its_callers_span(
     assert called_at <= root.began_at == queue.began_at <= blocks[0].began_at
     assert root.ended_at <= ended_at + 0.1
     for earlier, later in zip(blocks, [*blocks[1:], result], strict=True):
-        assert earlier.ended_at <= later.began_at + 1e-3, "one thing after another"
+        assert earlier.ended_at <= later.began_at + 0.02, "one thing after another"  # two clocks
     assert all(block.ended_at > block.began_at for block in blocks)
     assert "12 + 30" not in repr([root, *parts])
 

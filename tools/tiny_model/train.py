@@ -11,6 +11,7 @@
 
 import csv
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -74,10 +75,10 @@ def make_model_config(tokenizer: Tokenizer, **overrides: int) -> ModelConfig:
 def _run_rank(rank: int, store: str, job: TrainJob) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.train.num_ranks)
-    try:
-        _Trainer(rank, job).run()
-    finally:
-        dist.destroy_process_group()
+    _Trainer(rank, job).run()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # in the interpreter's shutdown a thread of Gloo's that still runs aborts the process now and then
 
 
 class _Trainer:
