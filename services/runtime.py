@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from prometheus_client import start_http_server
@@ -25,6 +25,16 @@ from services.bus import Bus, BusTimeout, NatsSettings, trace_parent
 from services.settings import ConfigError, load_section
 
 logger = logging.getLogger(__name__)
+
+
+class Configured(Protocol):
+    """The settings of a service that offers metrics."""
+
+    @property
+    def metrics_port(self) -> int: ...
+
+
+C = TypeVar("C", bound=Configured)
 
 
 class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +112,17 @@ async def every(period_s: float, action: Callable[[], Awaitable[object]]) -> Non
         await action()
         beat = max(beat + period_s, loop.time())
         await asyncio.sleep(beat - loop.time())
+
+
+def start(name: str, config: type[C], make_serve: Callable[[C], Callable[[Runtime], Awaitable[None]]]) -> None:
+    """Runs a service whose settings are the table of its own name. A wrong one is told, and the exit code is 2."""
+    try:
+        settings = load_section(config, name.replace("-", "_"))
+        serve = make_serve(settings)
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    main(name, serve, metrics_port=settings.metrics_port)
 
 
 def main(name: str, serve: Callable[[Runtime], Awaitable[None]], *, metrics_port: int = 0) -> None:

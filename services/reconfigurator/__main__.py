@@ -5,7 +5,7 @@ import logging
 import sys
 from pathlib import Path
 
-from services.settings import ConfigError, load_section
+from services.settings import ConfigError
 
 
 def main() -> None:
@@ -30,13 +30,12 @@ def main() -> None:
 
 
 def run_service() -> None:
-    """Until asked to stop. Raises ConfigError."""
+    """Until asked to stop."""
     from services.reconfigurator.config import ReconfiguratorConfig
     from services.reconfigurator.service import make_serve
-    from services.runtime import main as run
+    from services.runtime import start
 
-    config = load_section(ReconfiguratorConfig, "reconfigurator")
-    run("reconfigurator", make_serve(config), metrics_port=config.metrics_port)
+    start("reconfigurator", ReconfiguratorConfig, make_serve)
 
 
 def run_plan(path: Path, as_json: bool) -> None:
