@@ -27,6 +27,7 @@ from services.denoiser.engine import Job, Threshold
 from services.denoiser.instance import build_engine
 from services.gateway.text import load_codec
 from services.profile import load_profile
+from tests.integration.stack import chat_body
 
 MODEL = "random-llada"
 BLOCK_SIZE = 16
@@ -211,6 +212,18 @@ def prompt(number: int) -> str:
     """The prompt of that number: 12 to 40 characters."""
     rng = random.Random(number)  # only `random()` promises the same numbers in every version of Python
     return "".join(_CHARACTERS[int(rng.random() * len(_CHARACTERS))] for _ in range(12 + int(rng.random() * 29)))
+
+
+def body_of(number: int) -> dict[str, object]:
+    """A chat call that asks for the answer to it, the same each time."""
+    return chat_body(
+        MODEL,
+        prompt(number),
+        max_tokens=PROMPT_TOKENS,
+        threshold=PROMPT_THRESHOLD,
+        temperature=temperature_of(number),
+        seed=number,
+    )
 
 
 def temperature_of(number: int) -> float:

@@ -16,7 +16,7 @@ from contracts import subjects
 from services.lease import Lease
 from tests.conftest import NatsServer
 from tests.integration import random_model
-from tests.integration.stack import Streamed, chat_body, open_client, running_stack, stream
+from tests.integration.stack import Streamed, open_client, running_stack, stream
 from tests.integration.worker_stage import Stage
 from tests.processes import ROOT, free_port, plain_environment
 
@@ -84,14 +84,7 @@ async def test_on_a_whole_stack_all_are_told_of_and_a_drain_under_load_loses_no_
 async def call_on(client: httpx.AsyncClient, number: int, enough: asyncio.Event) -> set[str]:
     """What the prompt is answered, asked again and again until it is enough; at least once."""
     texts = set()
-    body = chat_body(
-        random_model.MODEL,
-        random_model.prompt(number),
-        max_tokens=random_model.PROMPT_TOKENS,
-        threshold=random_model.PROMPT_THRESHOLD,
-        temperature=random_model.temperature_of(number),
-        seed=number,
-    )
+    body = random_model.body_of(number)
     while not (texts and enough.is_set()):
         told = await stream(client, body, Streamed())
         assert (told.finishes, told.errors, told.num_done) == (["length"], [], 1)

@@ -23,7 +23,7 @@ from contracts.messages import ProgressRecord
 from services.progress import subject_of
 from tests.integration import random_model
 from tests.integration.gateway_rig import GatewayProcess
-from tests.integration.stack import Proxy, Stack, Streamed, chat_body, open_client, running_stack, stream
+from tests.integration.stack import Proxy, Stack, Streamed, open_client, running_stack, stream
 from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -40,17 +40,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def body_of(number: int) -> dict[str, object]:
-    return chat_body(
-        random_model.MODEL,
-        random_model.prompt(number),
-        max_tokens=random_model.PROMPT_TOKENS,
-        threshold=random_model.PROMPT_THRESHOLD,
-        temperature=random_model.temperature_of(number),
-        seed=number,
-    )
-
-
 _known: dict[int, str] = {}
 
 
@@ -58,7 +47,7 @@ async def expected_texts(stack: Stack) -> dict[int, str]:
     """What each prompt is answered when nothing fails; asked once."""
     if not _known:
         async with open_client(stack.url) as client:
-            calls = [stream(client, body_of(number), Streamed()) for number in PROMPTS]
+            calls = [stream(client, random_model.body_of(number), Streamed()) for number in PROMPTS]
             for number, told in zip(PROMPTS, await asyncio.gather(*calls), strict=True):
                 assert told.finishes == ["length"]
                 assert len(told.text) == random_model.PROMPT_TOKENS
@@ -77,7 +66,7 @@ class Calls:
 
     def start(self, number: int) -> None:
         self.told[number] = Streamed()
-        self.tasks.append(asyncio.create_task(stream(self.client, body_of(number), self.told[number])))
+        self.tasks.append(asyncio.create_task(stream(self.client, random_model.body_of(number), self.told[number])))
 
     @property
     def num_begun(self) -> int:

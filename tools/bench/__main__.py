@@ -12,12 +12,11 @@ Run it on an otherwise idle machine; the ratios travel, the absolute numbers do 
 import argparse
 import asyncio
 import os
-import platform
 import statistics
-from pathlib import Path
 
 from tools.bench.control import OPEN, REPORTS_PER_S, RUNNING, measure_load_control, measure_reaction
 from tools.bench.hangups import NUM_CLIENTS, hang_ups
+from tools.bench.machine import describe_machine
 from tools.bench.planner import print_planner
 from tools.bench.predictor import measure_predictor
 from tools.bench.serving import measure_overhead, measure_throughput, quantile
@@ -33,7 +32,7 @@ def main() -> None:
     parser.add_argument("--profile", default="profiles/tiny-cpu", help="folder of the profile")
     parser.add_argument("--requests", type=int, default=64, help="requests of each measurement")
     options = parser.parse_args()
-    print(f"Hardware: {_hardware()}. Profile: {options.profile}.\n")
+    print(f"Hardware: {describe_machine()}. Profile: {options.profile}.\n")
     _serving(options.profile, options.requests)
     _steps(options.profile, options.requests)
     _control(options.profile)
@@ -122,15 +121,6 @@ def _predictor(profile: str) -> None:
     print("|---|---|---|---|")
     for b in measure_predictor(profile):
         print(f"| {b.requests} | {b.thresholds} | {b.p50_ms:.2f} | {b.p95_ms:.2f} |", flush=True)
-
-
-def _hardware() -> str:
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = models[0] if models else name
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 if __name__ == "__main__":
