@@ -62,11 +62,21 @@ STEP = Histogram("tediserve_worker_step_seconds", "One step of the engine, all o
 OVERHEAD = Histogram(
     "tediserve_worker_step_overhead_seconds", "From step to step, outside forward pass and commit", buckets=_MS
 )
+PROFILED = Counter("tediserve_worker_profiled_seconds", "What the steps would take by the profile's latency")
+BETWEEN = Counter(
+    "tediserve_worker_between_steps_seconds", "From a step's end to the next one's start, pauses left out"
+)
 TOKENS = Counter("tediserve_worker_tokens_committed", "Tokens committed")
 REFUSED = Counter("tediserve_worker_refused", "Assignments and releases refused", ["reason"])
 DROPPED = Counter("tediserve_worker_dropped", "Requests dropped before their end", ["reason"])
 GIVEN_UP = Counter("tediserve_worker_records_given_up", "Last records that could not be stored before their expiry")
+THRESHOLD = Histogram(
+    "tediserve_worker_step_threshold",
+    "Threshold of each step of each request",
+    buckets=(0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0),
+)
 RUNNING = Gauge("tediserve_worker_requests_running", "Requests in the engine")
+KV_USAGE = Gauge("tediserve_kv_cache_usage_ratio", "Share of the K/V pool that running requests have taken, 0 to 1")
 HELD = Gauge("tediserve_worker_requests_held", "Requests held, those with a last record to be stored included")
 
 _WRITE_LIMIT_S = 5.0  # then the newest record takes the place of the one that could not be stored
@@ -98,6 +108,7 @@ class Worker:
         self._exit: asyncio.Future[None] = self._loop.create_future()  # done: leave; an exception: the engine failed
         self._news = asyncio.Event()
         self._reportable = asyncio.Event()
+        self._step_ended = 0.0  # monotonic seconds
         self._shown: deque[m.CanvasStep] = deque(maxlen=_MAX_SHOWN)
         self._hot_loop = HotLoop(
             self._build_engine,
@@ -233,6 +244,7 @@ class Worker:
         self._handle(Tick())
         RUNNING.set(self._policy.num_running)
         HELD.set(self._policy.num_held)
+        KV_USAGE.set(self._policy.kv_usage)
 
     async def _hear_engine(self) -> None:
         while True:
@@ -250,11 +262,14 @@ class Worker:
         STEP.observe(result.total_s)
         if news.overhead_s is not None:
             OVERHEAD.observe(news.overhead_s)
-        load = PassLoad()
+            BETWEEN.inc(max(0.0, news.started - self._step_ended))
+        self._step_ended = news.ended
+        load, committed = PassLoad(), 0
         for step in result.requests:
             load = load.plus(step_load(step.kind, step.num_rows, step.num_keys))
-            TOKENS.inc(len(step.commits.positions))
+            committed += len(step.commits.positions)
             assert step.threshold is not None, "we admit no job with another rule"
+            THRESHOLD.observe(step.threshold)
             self._handle(
                 Stepped(
                     run_id=step.request_id,
@@ -271,6 +286,9 @@ class Worker:
                     ended=news.ended,
                 )
             )
+        if self._latency is not None:
+            PROFILED.inc(self._latency.step_ms(self._policy.instance.tp_degree, load) / 1e3)
+        TOKENS.inc(committed)
         self._handle(PassTimed(load=load, seconds=result.total_s))
 
     # --- commands -------------------------------------------------------------------------------------------------

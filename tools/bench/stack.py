@@ -15,6 +15,7 @@ import httpx
 
 _READY_LIMIT_S = 90.0
 _STOP_LIMIT_S = 60.0
+_TRIES = 100
 
 
 class Addresses(NamedTuple):
@@ -54,6 +55,20 @@ def free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def ports_in_a_row(count: int) -> range:
+    """Ports that follow each other, and that nobody listens on now. Raises RuntimeError where there are none."""
+    for _ in range(_TRIES):
+        (first,) = free_ports(1)
+        try:
+            with contextlib.ExitStack() as stack:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+        except (OSError, OverflowError):  # taken, or beyond the last port
+            continue
+        return range(first, first + count)
+    raise RuntimeError(f"no {count} free ports in a row were found")
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes], output: Path) -> None:

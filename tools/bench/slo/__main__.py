@@ -151,6 +151,8 @@ async def _new_basis(options: argparse.Namespace, cluster: Cluster, asks: Sequen
         threshold=profile.decoding.threshold,
         alone_ms=measured.alone_ms,
         capacity_per_s=measured.capacity_per_s,
+        alone_work=measured.alone_work,
+        full_work=measured.full_work,
         rates=options.rates,
         seeds=options.seeds,
         policies=options.policies,

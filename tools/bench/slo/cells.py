@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from services.settings import ConfigError
+from tools.bench.slo.work import Work
 from tools.loadgen.tally import Outcome
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
     rates: list[float]  # times C; of the last run, as are the next two
     seeds: list[int]
     policies: list[str]
+    alone_work: list[Work] = []  # of each instance, while `alone_ms` was measured; []: nobody looked
+    full_work: list[Work] = []  # while C was
 
     @property
     def slo_ms(self) -> float:
@@ -83,6 +86,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     lag_p99_ms: float
     why_it_does_not_count: list[str]
     rows: list[Row]
+    work: list[Work] = []  # of each instance, warm-up included; []: nobody looked
 
     @property
     def cell(self) -> Cell:

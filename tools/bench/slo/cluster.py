@@ -2,7 +2,8 @@
 
 1. Nothing around configures it: TEDISERVE_* and tediserve.toml are left out, a file of its own says what is set.
 2. A policy is in use once a controller that has read it decides and no request is open: each cell begins idle.
-3. The gateway takes as many calls as requests may be open, so that a long queue is waited for, not refused.
+3. Workers offer their metrics, so that a cell can tell what passes cost in it (work.py).
+4. The gateway takes as many calls as requests may be open, so that a long queue is waited for, not refused.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from contracts import subjects
 from contracts.messages import LoadState
 from services.bus import Bus, NatsSettings
 from services.settings import PREFIX
-from tools.bench.stack import running_stack
+from tools.bench.slo.work import Work, done_so_far
+from tools.bench.stack import ports_in_a_row, running_stack
 
 MAX_OPEN = 4096
 _CONTROLLER = "threshold-controller"
@@ -30,14 +32,19 @@ _LOOK_EVERY_S = 0.05
 class Cluster:
     """See `running_cluster`."""
 
-    def __init__(self, folder: Path, url: str, nats_url: str) -> None:
+    def __init__(self, folder: Path, url: str, nats_url: str, metrics_ports: Sequence[int]) -> None:
         self.url = url
         self._folder = folder
         self._nats_url = nats_url
+        self._metrics_ports = metrics_ports
+
+    def done_so_far(self) -> list[Work]:
+        """Of each worker (rule 3)."""
+        return done_so_far([f"http://127.0.0.1:{port}/metrics" for port in self._metrics_ports])
 
     async def use(self, settings: Mapping[str, Any]) -> None:
         """Rule 2, with these settings of the threshold-controller. Raises TimeoutError."""
-        _configure(self._folder, settings)
+        _configure(self._folder, settings, self._metrics_ports)
         before = self._pid()
         async with asyncio.timeout(_SWITCH_LIMIT_S):
             if before is not None:
@@ -71,10 +78,11 @@ def running_cluster(profile: str, workers: int) -> Iterator[Cluster]:
     """A stack with a folder that is removed. Raises RuntimeError where it does not start."""
     with tempfile.TemporaryDirectory(prefix="tediserve-bench-") as data, _clean_environment():
         folder = Path(data)
-        _configure(folder, {})
+        metrics_ports = ports_in_a_row(workers)
+        _configure(folder, {}, metrics_ports)
         os.environ[f"{PREFIX}CONFIG"] = str(_config_file(folder))
         with running_stack(profile, workers, folder) as (url, nats_url):
-            yield Cluster(folder, url, nats_url)
+            yield Cluster(folder, url, nats_url, metrics_ports)
 
 
 @contextlib.contextmanager
@@ -95,9 +103,14 @@ def _config_file(folder: Path) -> Path:
     return folder / "bench.toml"
 
 
-def _configure(folder: Path, settings: Mapping[str, Any]) -> None:
-    tables = {"nats": {"max_open_requests": MAX_OPEN}, "gateway": {"max_open_calls": MAX_OPEN}}
+def _configure(folder: Path, settings: Mapping[str, Any], metrics_ports: Sequence[int]) -> None:
+    tables = {
+        "nats": {"max_open_requests": MAX_OPEN},
+        "gateway": {"max_open_calls": MAX_OPEN},
+        "worker": {"metrics_port": metrics_ports[0]},  # of the first; the others' follow
+        "threshold_controller": dict(settings),
+    }
     lines = []
-    for name, table in (tables | {"threshold_controller": dict(settings)}).items():
+    for name, table in tables.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
     _config_file(folder).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -19,12 +19,13 @@ from services.settings import ConfigError
 from tools.bench.slo.cells import Basis, Cell, Result, Row, row_of
 from tools.bench.slo.cluster import MAX_OPEN, Cluster
 from tools.bench.slo.policies import is_pinned, settings_of
+from tools.bench.slo.work import Work, done_since
 from tools.loadgen.__main__ import shown
 from tools.loadgen.arrivals import poisson
 from tools.loadgen.asks import Ask
 from tools.loadgen.client import Endpoint, open_endpoint
 from tools.loadgen.run import OpenLoop
-from tools.loadgen.schedule import Mix, sends
+from tools.loadgen.schedule import Mix, Send, sends
 from tools.loadgen.tally import Outcome, Tally
 
 MAX_LAG_MS = 50.0
@@ -37,6 +38,8 @@ class Measured(NamedTuple):
 
     alone_ms: float
     capacity_per_s: float
+    alone_work: list[Work]
+    full_work: list[Work]
 
 
 async def measure_basis(
@@ -46,11 +49,16 @@ async def measure_basis(
     await cluster.use(settings_of("fixed"))
     async with open_endpoint(cluster.url, max_in_flight=2 * held, timeout_s=_TIMEOUT_S) as endpoint:
         body = {"model": await endpoint.choose_model(None), "threshold": threshold}
+        begun = cluster.done_so_far()
         alone_s = await closed_loop(endpoint, body, asks, 1, seconds)
+        between = cluster.done_so_far()
         full_s = await closed_loop(endpoint, body, asks, 2 * held, seconds)
+        ended = cluster.done_so_far()
     if not alone_s or not full_s:
         raise ConfigError(f"basis_seconds: no request has ended within {seconds:g} s, give it more")
-    return Measured(1e3 * median(alone_s), len(full_s) / seconds)
+    return Measured(
+        1e3 * median(alone_s), len(full_s) / seconds, done_since(begun, between), done_since(between, ended)
+    )
 
 
 async def closed_loop(
@@ -87,16 +95,16 @@ async def run_cell(cluster: Cluster, basis: Basis, cell: Cell, asks: Sequence[As
     """Rule 3. Raises TimeoutError where the cluster does not become idle."""
     settings = settings_of(cell.policy)
     await cluster.use(settings)
+    before = cluster.done_so_far()
     rate_per_s = cell.rate * basis.capacity_per_s
-    until_s = basis.warmup_s + basis.seconds
-    due = list(sends(poisson(rate_per_s), cell.seed, until_s, asks=asks, slo_ms=Mix((basis.slo_ms,), (1.0,))))
+    due = what_is_due(basis, cell.seed, rate_per_s, asks)
     tally = Tally(basis.warmup_s, basis.seconds, max_in_flight=MAX_OPEN, max_lag_ms=MAX_LAG_MS)
     rows: list[Row] = []
 
     def note(outcome: Outcome) -> None:
         tally.add(outcome)
         if outcome.send.due_s >= basis.warmup_s:
-            rows.append(row_of(outcome, _number_of(outcome.send.ask)))
+            rows.append(row_of(outcome, prompt_number(outcome.send.ask)))
 
     async with open_endpoint(cluster.url, max_in_flight=MAX_OPEN, timeout_s=_TIMEOUT_S) as endpoint:
         body: dict[str, Any] = {"model": await endpoint.choose_model(None)}
@@ -116,8 +124,16 @@ async def run_cell(cluster: Cluster, basis: Basis, cell: Cell, asks: Sequence[As
         lag_p99_ms=report.lag_p99_ms,
         why_it_does_not_count=report.why_it_does_not_count,
         rows=sorted(rows, key=lambda row: row.number),
+        work=done_since(before, cluster.done_so_far()),
     )
 
 
-def _number_of(ask: Ask) -> int:
+def what_is_due(basis: Basis, seed: int, rate_per_s: float, asks: Sequence[Ask]) -> list[Send]:
+    """All that a cell asks, warm-up included: the same for all policies, and for whoever wants to ask it again."""
+    until_s = basis.warmup_s + basis.seconds
+    return list(sends(poisson(rate_per_s), seed, until_s, asks=asks, slo_ms=Mix((basis.slo_ms,), (1.0,))))
+
+
+def prompt_number(ask: Ask) -> int:
+    """That tells prompts apart: `Row.prompt`."""
     return zlib.crc32(msgspec.json.encode(ask.content))

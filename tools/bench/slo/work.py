@@ -1,0 +1,58 @@
+"""What the instances of a live stack have run, read from their metrics: what a pass costs on this very machine."""
+
+import re
+from collections.abc import Sequence
+
+import httpx
+import msgspec
+
+_SAMPLE = re.compile(r"^tediserve_worker_(\w+) (\S+)$", re.MULTILINE)
+_LIMIT_S = 5.0
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one instance, over a while. Seconds."""
+
+    passes: int
+    measured_s: float  # all passes together
+    profiled_s: float  # the same passes by the profile's latency
+    between_s: float  # from pass to pass, pauses left out
+
+    def since(self, earlier: "Work") -> "Work":
+        return Work(
+            passes=self.passes - earlier.passes,
+            measured_s=self.measured_s - earlier.measured_s,
+            profiled_s=self.profiled_s - earlier.profiled_s,
+            between_s=self.between_s - earlier.between_s,
+        )
+
+
+def done_so_far(metrics_urls: Sequence[str]) -> list[Work]:
+    """Of each instance, since it began; [] where one cannot be asked. Raises ValueError for an address of another."""
+    try:
+        return [parse_work(httpx.get(url, timeout=_LIMIT_S).text, url) for url in metrics_urls]
+    except httpx.HTTPError:
+        return []
+
+
+def parse_work(text: str, url: str) -> Work:
+    """From a worker's `/metrics`. Raises ValueError where it is not one's."""
+    samples = dict(_SAMPLE.findall(text))
+    try:
+        return Work(
+            passes=int(float(samples["step_seconds_count"])),
+            measured_s=float(samples["step_seconds_sum"]),
+            profiled_s=float(samples["profiled_seconds_total"]),
+            between_s=float(samples["between_steps_seconds_total"]),
+        )
+    except KeyError as missing:
+        raise ValueError(f"{url} says nothing of tediserve_worker_{missing.args[0]}: is it a worker's?") from None
+
+
+def done_since(before: Sequence[Work], now: Sequence[Work]) -> list[Work]:
+    """Of the same instances; [] where one could not be asked, or has begun anew meanwhile."""
+    if len(before) != len(now) or any(
+        later.passes < earlier.passes for earlier, later in zip(before, now, strict=True)
+    ):
+        return []
+    return [later.since(earlier) for earlier, later in zip(before, now, strict=True)]
