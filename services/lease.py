@@ -8,6 +8,8 @@
 
 import asyncio
 
+from prometheus_client import Gauge
+
 from contracts import subjects
 from contracts.messages import SchedulerLease
 from services.bus import Bus, BusTimeout, SequenceConflict
@@ -15,6 +17,9 @@ from services.runtime import Stop
 
 LEASE_TTL_S = 1  # the scheduler's
 RENEW_EVERY_S = 0.3
+
+
+HELD = Gauge("tediserve_lease_held", "1 while this process holds the lease, 0 while it stands by", ["lease"])
 
 
 class LeaseLost(Exception):
@@ -28,6 +33,8 @@ class Lease:
         self._bus, self._subject, self._ttl_s = bus, subjects.cluster_key(key), ttl_s
         self._value = SchedulerLease(holder=holder)
         self._seq = 0
+        self._held = HELD.labels(key)
+        self._held.set(0)
         self.epoch = 0
 
     async def acquire(self) -> int:
@@ -41,6 +48,7 @@ class Lease:
                 await asyncio.sleep(RENEW_EVERY_S)
             else:
                 self.epoch = self._seq
+                self._held.set(1)
                 return self.epoch
 
     async def acquire_unless(self, stopping: asyncio.Event) -> bool:
@@ -65,6 +73,12 @@ class Lease:
 
     async def keep(self) -> None:
         """Renews for ever. Raises LeaseLost."""
+        try:
+            await self._renew()
+        finally:
+            self._held.set(0)
+
+    async def _renew(self) -> None:
         loop = asyncio.get_running_loop()
         renewed_at = tried_at = loop.time()
         while True:

@@ -159,6 +159,11 @@ class WorkerPolicy:
         return sum(run.in_engine for run in self._runs.values())
 
     @property
+    def kv_usage(self) -> float:
+        """Share of the K/V pool that the engine's requests have taken, 0 to 1."""
+        return sum(run.request.canvas_tokens for run in self._runs.values() if run.in_engine) / self.instance.kv_tokens
+
+    @property
     def latency_ratio(self) -> float:
         """Measured over profiled step latency, kept between 0.5 and 4; 1 while too few passes are known (rule 10)."""
         if len(self._timed) < RATIO_MIN_PASSES and (

@@ -3,7 +3,7 @@
 1. An instance is shown while its last status is at most `SILENT_S` old; the load state and the plan likewise, but that
    the plan, which changes rarely, stays.
 2. Attainment counts this gateway's own requests that had a deadline, in bins of `BIN_S` by the time of their end: met
-   when they finished by it. Cancelled ones count for neither side.
+   when their answer was whole by it. Cancelled ones count for neither side.
 """
 
 from collections import deque
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from contracts import messages as m
+from services.gateway.policy import kept_deadline
 
 SILENT_S = 5.0
 BIN_S = 10.0
@@ -55,7 +56,8 @@ class ClusterView:
 
     def note_end(self, record: m.ProgressRecord) -> None:
         """Count one of our requests that has ended."""
-        if record.deadline_at is None or record.state not in ("finished", "failed"):
+        kept = kept_deadline(record)
+        if kept is None:
             return
         number = int(record.written_at // BIN_S)
         if not self._bins or self._bins[-1].number < number:
@@ -63,7 +65,7 @@ class ClusterView:
         place = next((bin for bin in reversed(self._bins) if bin.number == number), None)
         if place is not None:  # else it ended before everything that is kept, or the clock was set back
             place.with_slo += 1
-            place.met += record.state == "finished" and record.written_at <= record.deadline_at
+            place.met += kept
 
     def describe(self, now: float) -> dict[str, Any]:
         """Instances by id, load (None: nobody tells), plan (None: there is none), attainment from old to new."""

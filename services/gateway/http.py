@@ -27,7 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, ge
 from contracts.messages import ProgressRecord
 from services import telemetry
 from services.bus import Stored, trace_parent
-from services.gateway.answers import DONE, PING, PREFIXES, Answer, event, extra_of, failure, usage
+from services.gateway.answers import DONE, PING, PREFIXES, Answer, event, extra_of, failure
 from services.gateway.config import GatewayConfig
 from services.gateway.openai_api import Api, ApiError, Arrival, Call, Facts, Kind
 from services.gateway.page import page_routes
@@ -43,7 +43,7 @@ from services.gateway.policy import (
     is_answer,
 )
 from services.gateway.schema import ChatOperation, ObjectOperation, ResultOperation, TextOperation, openapi_config
-from services.gateway.service import TOKENS, GatewayService, LiveCall, call_id_for_key
+from services.gateway.service import GatewayService, LiveCall, call_id_for_key
 from services.gateway.spans import begin_call, end_call, refuse_call
 from services.gateway.text import TextCodec
 from services.profile import Profile
@@ -312,10 +312,6 @@ class CallResponse:
             if isinstance(command, SendText) and not self._any_text:
                 self._any_text = True
                 FIRST_BLOCK_S.observe(time.monotonic() - self._arrived_at)
-            if isinstance(command, EndCall):
-                used = usage(self._live.state)
-                TOKENS.labels("in").inc(used["prompt_tokens"])
-                TOKENS.labels("out").inc(used["completion_tokens"])
             if isinstance(command, FailCall):
                 self._error = command.reason
                 if failure(command.reason, command.record).status >= 500:

@@ -182,6 +182,16 @@ def is_answer(record: ProgressRecord) -> bool:
     return record.state == "finished" or (record.state == "cancelled" and record.reason == "stop_string")
 
 
+def kept_deadline(record: ProgressRecord) -> bool | None:
+    """Whether the request of a final record kept its deadline; what failed has not.
+
+    None: there was none, or the request was cancelled before it had answered.
+    """
+    if record.deadline_at is None or (record.state == "cancelled" and not is_answer(record)):
+        return None
+    return is_answer(record) and record.written_at <= record.deadline_at
+
+
 def _pairs(record: ProgressRecord, done: int) -> list[tuple[int, float]]:
     """Tokens of the record that are not taken yet, with confidences; 0 where a writer left them out."""
     tokens = record.token_ids[done:]

@@ -34,6 +34,7 @@ from contracts.messages import (
     StatusAsk,
 )
 from services.bus import Bus, BusTimeout, Follower, SequenceConflict, Stored, StreamFull
+from services.gateway import ended
 from services.gateway.cluster_view import ClusterView
 from services.gateway.config import GatewayConfig
 from services.gateway.openai_api import ApiError, Call, Facts, choice_id
@@ -65,7 +66,6 @@ ATTACH_SCAN = 128  # choices that a call can have at most
 OPEN_CALLS = Gauge("tediserve_gateway_open_calls", "Calls being answered")
 CANCELS = Counter("tediserve_gateway_cancels", "Cancelled records written", ["reason"])
 REQUESTS_IN = Counter("tediserve_gateway_requests", "Requests put on the bus (choices, not calls)")
-TOKENS = Counter("tediserve_gateway_tokens", "Tokens of answered calls", ["direction"])
 ADMISSION_S = Histogram(
     "tediserve_gateway_admission_seconds",
     "From a valid call to its requests being stored",
@@ -320,6 +320,7 @@ class GatewayService:
     def _on_record(self, record: ProgressRecord, seq: int) -> None:
         if record.is_final:
             self.cluster.note_end(record)
+            ended.count(record)
         watched = self._watched.get(record.request_id)
         if watched is not None:
             live, index = watched

@@ -15,11 +15,13 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
 from contracts import messages as m
+
+Change: TypeAlias = Literal["begun", "finished", "given_up"]
 
 
 class Place(NamedTuple):
@@ -133,6 +135,17 @@ def advance(
             return None
     launch = _next_launch(plan, rollout)
     return _launch(plan, rollout, launch, now) if launch else _finish(plan, rollout, now)
+
+
+def change(before: m.ClusterPlan | None, after: m.ClusterPlan) -> Change | None:
+    """What the newer plan says of a rollout that the one before did not; None: nothing, or there was none before."""
+    if before is None or after.revision <= before.revision:
+        return None
+    if after.rollout is not None:
+        return None if before.rollout is not None else "begun"
+    if before.rollout is None:
+        return None
+    return "given_up" if after.failures > before.failures else "finished"
 
 
 def _runs(slot_id: str, nodes: Mapping[str, m.NodeStatus]) -> bool:

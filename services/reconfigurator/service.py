@@ -44,7 +44,7 @@ from services.reconfigurator.policy import (
     WakeAt,
 )
 from services.reconfigurator.problem import Problem
-from services.reconfigurator.rollout import adopt, advance, begin
+from services.reconfigurator.rollout import adopt, advance, begin, change
 from services.runtime import Runtime, new_id
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ PLANNING_S = Histogram(
     "tediserve_reconfigurator_planning_seconds", "Both stages", buckets=(0.03, 0.1, 0.3, 1, 2, 5, 10, 20)
 )
 WRITES = Counter("tediserve_reconfigurator_plan_writes", "Plans stored, or not", ["outcome"])
+CHANGES = Counter("tediserve_reconfigurator_plan_changes", "Changes of the layout, by how far they came", ["outcome"])
 WANTED = Gauge("tediserve_reconfigurator_instances", "Instances that the plan wants", ["tp_degree"])
 ROLLING_OUT = Gauge("tediserve_reconfigurator_rollout", "1 while the layout changes")
 FAILURES = Gauge("tediserve_reconfigurator_failed_launches", "In a row")
@@ -164,6 +165,8 @@ class ReconfiguratorService:
         self._changed.set()
 
     def _take(self, plan: m.ClusterPlan, seq: int) -> None:
+        if outcome := change(self._plan, plan):
+            CHANGES.labels(outcome).inc()
         self._plan, self._plan_seq = plan, seq
         degrees = [instance.tp_degree for node in plan.nodes for instance in node.instances]
         WANTED.clear()

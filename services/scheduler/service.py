@@ -39,6 +39,18 @@ COMMANDS = Counter("tediserve_scheduler_commands", "Decisions, by their reason",
 ANSWERS = Counter("tediserve_scheduler_assign_answers", "What came of assignments", ["answer"])
 RELEASES = Counter("tediserve_scheduler_release_answers", "What came of releases", ["answer"])
 ATTEMPTS = Counter("tediserve_scheduler_placements", "Assignments accepted, by attempt", ["attempt"])
+QUEUE_S = Histogram(
+    "tediserve_request_queue_time_seconds",
+    "From a request's arrival to its first accepted assignment",
+    ["priority"],
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+)
+MOVES = Counter("tediserve_scheduler_moves", "Requests that another instance took over without a loss", ["reason"])
+MOVE_S = Histogram(
+    "tediserve_scheduler_move_seconds",
+    "From the record that ended a request's stay on an instance to its acceptance by the next, without a loss",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+)
 OVERTAKEN = Counter("tediserve_scheduler_overtaken_writes", "Records that were refused since another one stood")
 DECISION_S = Histogram(
     "tediserve_scheduler_decision_seconds",
@@ -275,7 +287,7 @@ class SchedulerService:
         ANSWERS.labels(_label(answer)).inc()
         if isinstance(answer, m.Accepted):
             ATTEMPTS.labels(str(assign.attempt)).inc()
-            record_wait(command)
+            note_wait(command)
         self._handle(e.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer))
 
     async def _release(self, command: e.SendRelease) -> None:
@@ -342,13 +354,21 @@ async def _stand_down(reason: str) -> None:
     raise Stop(3, f"another scheduler acts ({reason})")
 
 
-def record_wait(command: e.SendAssign) -> None:
+def note_wait(command: e.SendAssign) -> None:
     """The wait that the accepted assignment has ended: a move's since the other instance's last record."""
     request, resume = command.assign.request, command.assign.resume
+    is_move = resume is not None and resume.holder != ""
+    began_at, ended_at = request.created_at if resume is None else resume.written_at, time.time()
+    waited_s = max(ended_at - began_at, 0.0)
+    if resume is not None and resume.holder not in ("", command.instance_id):  # it may have come back
+        MOVES.labels(command.reason).inc()
+        MOVE_S.observe(waited_s)
+    elif resume is None:
+        QUEUE_S.labels(str(request.priority)).observe(waited_s)
     telemetry.record(
-        telemetry.MOVE if resume is not None and resume.holder else telemetry.QUEUE,
-        began_at=request.created_at if resume is None else resume.written_at,
-        ended_at=time.time(),
+        telemetry.MOVE if is_move else telemetry.QUEUE,
+        began_at=began_at,
+        ended_at=ended_at,
         attributes={
             telemetry.REQUEST_ID: request.request_id,
             telemetry.ATTEMPT: command.assign.attempt,

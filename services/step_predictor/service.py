@@ -17,6 +17,7 @@ from contracts import subjects
 from services.profile import load_profile
 from services.runtime import Runtime
 from services.step_predictor.config import StepPredictorConfig
+from services.step_predictor.hindsight import Hindsight
 from services.step_predictor.model import StepModel
 from services.step_predictor.policy import Event, Predict, StepPredictor
 
@@ -26,6 +27,12 @@ FORECASTS = Counter("tediserve_step_predictor_forecasts", "Forecasts of requests
 KNOWN = Gauge("tediserve_step_predictor_known_requests", "Requests that are followed")
 BATCH = Histogram(
     "tediserve_step_predictor_batch_requests", "Requests predicted at once", buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256)
+)
+ERROR = Histogram(
+    "tediserve_step_predictor_error_ratio",
+    "Of each forecast, once its request has ended: how far off it was, as a share of the steps that did follow",
+    ["progress", "threshold"],
+    buckets=(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 5.0),
 )
 PREDICT_S = Histogram(
     "tediserve_step_predictor_seconds",
@@ -44,7 +51,8 @@ def make_serve(config: StepPredictorConfig) -> Callable[[Runtime], Awaitable[Non
 
     async def serve(runtime: Runtime) -> None:
         policy = StepPredictor(config, model.card.refresh_tokens)
-        service = StepPredictorService(runtime, policy, model, profile.decoding.thresholds, level)
+        hindsight = Hindsight(profile.decoding.thresholds, config.max_requests)
+        service = StepPredictorService(runtime, policy, hindsight, model, profile.decoding.thresholds, level)
         await service.start()
         logger.info("ready: %s, a forecast each %d tokens", profile.model, policy.refresh_tokens)
         await runtime.until_stopped()
@@ -56,10 +64,16 @@ class StepPredictorService:
     """Feeds one policy object and one model."""
 
     def __init__(
-        self, runtime: Runtime, policy: StepPredictor, model: StepModel, thresholds: tuple[float, ...], level: int
+        self,
+        runtime: Runtime,
+        policy: StepPredictor,
+        hindsight: Hindsight,
+        model: StepModel,
+        thresholds: tuple[float, ...],
+        level: int,
     ) -> None:
         self._runtime, self._bus = runtime, runtime.bus
-        self._policy, self._model = policy, model
+        self._policy, self._hindsight, self._model = policy, hindsight, model
         self._thresholds, self._level = thresholds, level
         self._loop = asyncio.get_running_loop()
         self._due: dict[str, Predict] = {}  # by request id
@@ -73,12 +87,19 @@ class StepPredictorService:
         await self._bus.flush()
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, m.Report):
+            self._look_back(event)
         for command in self._policy.handle(event, self._loop.time()):
             FORECASTS.labels(command.reason).inc()
             self._due[command.request.request_id] = command
         if self._due and not self._predicting:
             self._predicting = True
             self._runtime.spawn(self._predict(), name="predict")
+
+    def _look_back(self, report: m.Report) -> None:
+        for entry in report.entries:
+            for judged in self._hindsight.note_report(entry):
+                ERROR.labels(judged.progress, judged.threshold).observe(judged.error)
 
     async def _predict(self) -> None:
         while self._due:
@@ -90,6 +111,7 @@ class StepPredictorService:
             BATCH.observe(len(batch))
             by_instance: dict[str, list[m.RequestForecast]] = {}
             for command, forecast in zip(batch, forecasts, strict=True):
+                self._hindsight.note_forecast(command.request, forecast)
                 by_instance.setdefault(command.instance_id, []).append(forecast)
             for instance_id, entries in by_instance.items():
                 message = m.Forecast(instance_id, time.time(), self._thresholds, entries)

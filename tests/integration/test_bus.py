@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+from prometheus_client import REGISTRY
 
 from contracts import codec, subjects
 from contracts import messages as m
@@ -483,14 +484,20 @@ async def test_a_renewal_whose_acknowledgement_is_lost_keeps_the_lease(
 
 
 async def test_a_holder_without_a_server_has_lost_the_lease_in_time(nats_server: NatsServer, bus: Bus) -> None:
+    def told() -> float | None:
+        return REGISTRY.get_sample_value("tediserve_lease_held", {"lease": subjects.LEASE_KEY})
+
     lease = Lease(bus, "first")
+    assert told() == 0
     await lease.acquire()
+    assert told() == 1
     keeping = asyncio.create_task(lease.keep())
     nats_server.kill()
     started = time.monotonic()
     with pytest.raises(LeaseLost):
         await asyncio.wait_for(keeping, 10)
     assert time.monotonic() - started < LEASE_TTL_S + 1.0
+    assert told() == 0
 
 
 async def test_standing_by_goes_on_through_a_server_death(nats_server: NatsServer, bus: Bus, other: Bus) -> None:

@@ -25,6 +25,7 @@ PURE = sorted(
         SERVICES / "scheduler" / "events.py",
         SERVICES / "scheduler" / "instances.py",
         SERVICES / "scheduler" / "waiting.py",
+        SERVICES / "step_predictor" / "hindsight.py",
         SERVICES / "threshold_controller" / "events.py",
         SERVICES / "threshold_controller" / "load.py",
         SERVICES / "threshold_controller" / "needs.py",

@@ -169,7 +169,10 @@ def test_no_more_requests_than_may_be_held(policy: WorkerPolicy) -> None:
 def test_a_request_that_ends_makes_room_before_its_record_is_stored(policy: WorkerPolicy) -> None:
     for number in range(4):
         policy.handle(make_assigned(make_request(f"r{number}")), 0.0)
+    full = policy.kv_usage
+    assert full == 4 * make_request().canvas_tokens / policy.instance.kv_tokens
     finish(policy, "r0.1")
+    assert policy.kv_usage == pytest.approx(full * 3 / 4)
     assert policy.num_running == 3
     assert policy.num_held == 4
     assert policy.handle(make_assigned(make_request("r9")), 2.0)[-1] == ACCEPTED

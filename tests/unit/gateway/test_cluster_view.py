@@ -25,8 +25,10 @@ def status(instance_id: str, *, canvases: tuple[int, ...] = ()) -> m.InstanceSta
     )
 
 
-def ended(at: float, *, deadline_at: float | None, state: m.State = "finished") -> m.ProgressRecord:
-    return msgspec.structs.replace(RECORD, state=state, written_at=at, deadline_at=deadline_at)
+def ended(
+    at: float, *, deadline_at: float | None, state: m.State = "finished", reason: m.Reason = ""
+) -> m.ProgressRecord:
+    return msgspec.structs.replace(RECORD, state=state, reason=reason, written_at=at, deadline_at=deadline_at)
 
 
 def test_instances_are_shown_by_id_until_they_fall_silent() -> None:
@@ -64,13 +66,14 @@ def test_attainment_counts_requests_with_a_deadline_by_the_time_of_their_end() -
     view.note_end(ended(now - 3 * BIN_S, deadline_at=now))
     view.note_end(ended(now - 3 * BIN_S + 1, deadline_at=now - 3 * BIN_S))  # too late
     view.note_end(ended(now, deadline_at=None))
-    view.note_end(ended(now, deadline_at=now + 1, state="cancelled"))
+    view.note_end(ended(now, deadline_at=now + 1, state="cancelled", reason="client_gone"))
+    view.note_end(ended(now, deadline_at=now + 1, state="cancelled", reason="stop_string"))  # an answer
     view.note_end(ended(now, deadline_at=now + 1, state="failed"))
     bins = view.describe(now)["attainment"]
     assert len(bins) == NUM_BINS
     assert bins[-4] == {"with_slo": 2, "met": 1}
-    assert bins[-1] == {"with_slo": 1, "met": 0}
-    assert sum(bin["with_slo"] for bin in bins) == 3
+    assert bins[-1] == {"with_slo": 2, "met": 1}
+    assert sum(bin["with_slo"] for bin in bins) == 4
     later = view.describe(now + NUM_BINS * BIN_S)["attainment"]
     assert sum(bin["with_slo"] for bin in later) == 0
 

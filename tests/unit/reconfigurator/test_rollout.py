@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from contracts import codec
 from contracts import messages as m
-from services.reconfigurator.rollout import Place, adopt, advance, begin
+from services.reconfigurator.rollout import Place, adopt, advance, begin, change
 
 LIMIT_S = 100.0
 
@@ -98,6 +99,19 @@ def test_a_launch_that_fails_is_taken_back_and_what_ran_is_wanted_again(
     assert plan.rollout is None
     assert (plan.failures, plan.failed_at) == (1, now)
     assert plan.reason == f"gives up: launch of n-5 on n has failed: {why}"
+
+
+def test_a_change_of_the_layout_is_begun_and_finished_or_given_up() -> None:
+    before = plan_of(instance("n-0", 0, 1))
+    plans = [None, before, begin(before, places("n", (0,), (1,)), "why", 0.0)]
+    for running in ({}, {"n-5": "running"}, {"n-5": "running", "n-6": "running"}):
+        plans.append(step(plans[-1], status(running)))  # type: ignore[arg-type]
+    told = [change(was, now) for was, now in pairwise(plans) if now is not None]
+    assert told == [None, "begun", None, None, "finished"]
+    launched = plans[3]
+    assert launched is not None
+    assert change(launched, step(launched, status({"n-5": "backing_off"}))) == "given_up"
+    assert change(launched, launched) is None, "the same plan again, read and written"
 
 
 def test_a_launch_that_runs_just_after_its_limit_has_not_failed() -> None:
