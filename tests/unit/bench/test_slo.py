@@ -11,7 +11,10 @@ from tools.bench.slo.__main__ import main
 from tools.bench.slo.cells import Basis, Cell, Folder, Result, Row, check_same, in_order
 from tools.bench.slo.pairs import Pair, difference
 from tools.bench.slo.policies import POLICIES, is_pinned, settings_of
+from tools.bench.slo.measure import prompt_number, what_is_due
 from tools.bench.slo.report import accuracy, gained, report
+from tools.bench.slo.work import Work, done_since, parse_work
+from tools.loadgen.asks import Ask
 
 BASIS = Basis(
     profile="profiles/x",
@@ -105,6 +108,42 @@ def test_policies_are_settings_of_the_controller() -> None:
 def test_a_policy_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="policies: "):
         settings_of(name)
+
+
+# --- what can be asked again ----------------------------------------------------------------------------------------
+
+
+def test_what_a_cell_asks_follows_from_its_seed_and_rate() -> None:
+    asks = [Ask("/v1/chat/completions", {"messages": [str(number)]}, None) for number in range(30)]
+    due = what_is_due(BASIS, 1, 2.0, asks)
+    assert due == what_is_due(BASIS, 1, 2.0, asks)
+    assert due != what_is_due(BASIS, 2, 2.0, asks)
+    assert due[-1].due_s < BASIS.warmup_s + BASIS.seconds
+    assert {send.slo_ms for send in due} == {BASIS.slo_ms}
+    assert len({prompt_number(ask) for ask in asks}) == len(asks)
+
+
+METRICS = """# HELP tediserve_worker_step_seconds One step
+tediserve_worker_step_seconds_bucket{le="0.005"} 10.0
+tediserve_worker_step_seconds_count 40.0
+tediserve_worker_step_seconds_sum 1.5
+tediserve_worker_profiled_seconds_total 1.2
+tediserve_worker_between_steps_seconds_total 0.03
+"""
+
+
+def test_what_workers_have_run_is_read_from_their_metrics() -> None:
+    work = parse_work(METRICS, "http://a")
+    assert work == Work(passes=40, measured_s=1.5, profiled_s=1.2, between_s=0.03)
+    with pytest.raises(ValueError, match="tediserve_worker_step_seconds_count: is it a worker's"):
+        parse_work("up 1\n", "http://a")
+
+
+def test_work_is_told_of_instances_that_were_there_all_the_time() -> None:
+    early, late = parse_work(METRICS, ""), Work(passes=50, measured_s=2.0, profiled_s=1.5, between_s=0.05)
+    (work,) = done_since([early], [late])
+    assert (work.passes, work.measured_s) == (10, 0.5)
+    assert done_since([late], [early]) == done_since([], [late]) == []
 
 
 # --- pairs --------------------------------------------------------------------------------------------------------

@@ -51,8 +51,7 @@ def parse_work(text: str, url: str) -> Work:
 
 def done_since(before: Sequence[Work], now: Sequence[Work]) -> list[Work]:
     """Of the same instances; [] where one could not be asked, or has begun anew meanwhile."""
-    if len(before) != len(now) or any(
-        later.passes < earlier.passes for earlier, later in zip(before, now, strict=True)
-    ):
+    if len(before) != len(now):
         return []
-    return [later.since(earlier) for earlier, later in zip(before, now, strict=True)]
+    found = [later.since(earlier) for earlier, later in zip(before, now, strict=True)]
+    return [] if any(work.passes < 0 for work in found) else found
