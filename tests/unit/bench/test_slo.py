@@ -9,9 +9,9 @@ import pytest
 from services.settings import ConfigError
 from tools.bench.slo.__main__ import main
 from tools.bench.slo.cells import Basis, Cell, Folder, Result, Row, check_same, in_order
+from tools.bench.slo.measure import prompt_number, what_is_due
 from tools.bench.slo.pairs import Pair, difference
 from tools.bench.slo.policies import POLICIES, is_pinned, settings_of
-from tools.bench.slo.measure import prompt_number, what_is_due
 from tools.bench.slo.report import accuracy, gained, report
 from tools.bench.slo.work import Work, done_since, parse_work
 from tools.loadgen.asks import Ask
