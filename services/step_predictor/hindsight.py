@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from contracts import messages as m
 
-Quarter: TypeAlias = Literal["0-25 %", "25-50 %", "50-75 %", "75-100 %"]
-QUARTERS: tuple[Quarter, ...] = ("0-25 %", "25-50 %", "50-75 %", "75-100 %")
+Quarter: TypeAlias = Literal["0-25", "25-50", "50-75", "75-100"]
+QUARTERS: tuple[Quarter, ...] = ("0-25", "25-50", "50-75", "75-100")
 
 _MAX_FORECASTS = 64  # kept of one request
 

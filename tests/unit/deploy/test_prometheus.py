@@ -113,6 +113,12 @@ def test_counters_are_read_as_rates_and_gauges_are_not(name: str, expression: st
         assert counts == (selector.name in rated.values()), selector.name
 
 
+def test_the_operators_document_names_metrics_that_there_are() -> None:
+    named = set(re.findall(r"`(tediserve_[a-z0-9_]+)`", OPERATIONS))
+    assert len(named) > 20
+    assert {name for name in named if name not in KNOWN and f"{name}_bucket" not in KNOWN} == set()
+
+
 # --- alerts -------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ def end(hindsight: Hindsight, **state: Any) -> list[Judged]:
 def test_each_forecast_is_held_against_the_steps_that_followed(hindsight: Hindsight) -> None:
     say(hindsight, 10, 20, 30, steps=1)
     say(hindsight, 5, 8, 12, steps=11)
-    assert end(hindsight, steps=21) == [Judged(0.5, "0-25 %", "kept"), Judged(0.2, "50-75 %", "kept")]
+    assert end(hindsight, steps=21) == [Judged(0.5, "0-25", "kept"), Judged(0.2, "50-75", "kept")]
     assert hindsight.num_followed == 0
 
 
