@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration import random_model
 from tests.integration.stack import Stack, running_stack
-from tests.processes import ROOT
+from tests.processes import ROOT, plain_environment
 
 BUILT_IN_PROFILE = ROOT / "profiles" / "tiny-cpu"
 
@@ -31,6 +31,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory, profile: Path) -> Iterator[S
 def base_url(stack: Stack) -> str:
     """Where the server is, without a slash at the end."""
     return stack.url
+
+
+@pytest.fixture(scope="session")
+def client_environment(base_url: str) -> dict[str, str]:
+    """Of client programs: where the server is and the key for it, by the names that OpenAI's SDK and others read."""
+    return plain_environment(OPENAI_BASE_URL=f"{base_url}/v1", OPENAI_API_KEY="none")
 
 
 @pytest.fixture(scope="session")
