@@ -8,7 +8,6 @@ Orders come and news go through two deques, whose appends and pops are atomic. T
 ended and otherwise each `hand_over_every_s`, not for every step: a wake-up costs as much as a step's bookkeeping.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -19,8 +18,6 @@ import torch
 
 from services.denoiser.engine import Engine, Job, StepResult, Threshold
 from services.denoiser.worker_events import Admit, Drop, Left, LetGo, Rejected, Turn
-
-logger = logging.getLogger(__name__)
 
 Order: TypeAlias = Admit | Drop | Turn | LetGo
 
@@ -129,7 +126,6 @@ class HotLoop:
         try:
             engine.admit(_job(order))
         except ValueError as error:
-            logger.error("the engine will not run %s: %s", order.request.request_id, error)
             self._hand_over(Rejected(run_id=order.run_id, detail=str(error)))
         else:
             self._live.add(order.run_id)

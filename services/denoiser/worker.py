@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, assert_never
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -38,6 +38,7 @@ from services.denoiser.worker_events import (
     GiveUp,
     LetGo,
     PassTimed,
+    Rejected,
     Show,
     Stepped,
     StopAsked,
@@ -255,6 +256,9 @@ class Worker:
             self._reportable.set()
 
     def _hear(self, news: News) -> None:
+        if isinstance(news, Rejected):
+            with _within(self._policy.trace_of(news.run_id)):
+                logger.error("the engine will not run %s: %s", news.run_id, news.detail)
         if not isinstance(news, Pass):
             self._handle(news)
             return
@@ -304,7 +308,8 @@ class Worker:
                 self._hot_loop.tell(command)
             case Drop():
                 DROPPED.labels(command.reason).inc()
-                logger.info("dropped %s: %s", command.run_id, command.reason)
+                with _within(command.trace):
+                    logger.info("dropped %s: %s", command.run_id, command.reason)
                 self._hot_loop.tell(command)
             case Write():
                 self._runtime.spawn(self._write(command), name=f"record of {command.run_id}")
@@ -314,7 +319,8 @@ class Worker:
                 self._runtime.spawn(self._ask_to_drain(), name="drain notice")
             case GiveUp():
                 GIVEN_UP.inc()
-                logger.error("the last record of %s could not be stored before it expired", command.request_id)
+                with _within(command.trace):
+                    logger.error("the last record of %s could not be stored before it expired", command.request_id)
             case Exit():
                 logger.info("leaving: %s, %d requests left behind", command.reason, command.held)
                 if not self._exit.done():
@@ -381,6 +387,16 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         if not self._exit.done():
             self._exit.set_exception(error)
+
+
+@contextlib.contextmanager
+def _within(trace: str) -> Iterator[None]:
+    """What is logged inside is of that trace."""
+    token = trace_parent.set(trace)
+    try:
+        yield
+    finally:
+        trace_parent.reset(token)
 
 
 def _record_spans(write: Write, *, stored_at: float) -> None:

@@ -145,6 +145,7 @@ class Drop(Command, frozen=True, kw_only=True):
 
     run_id: str
     reason: DropReason
+    trace: str = ""
 
 
 class Turn(Command, frozen=True, kw_only=True):
@@ -184,6 +185,7 @@ class GiveUp(Command, frozen=True, kw_only=True):
     """The run's last record was not stored in its time; it is forgotten."""
 
     request_id: str
+    trace: str = ""
 
 
 class Exit(Command, frozen=True, kw_only=True):

@@ -172,6 +172,11 @@ class WorkerPolicy:
             return 1.0
         return min(4.0, max(0.5, median(timed.ratio for timed in self._timed)))
 
+    def trace_of(self, run_id: str) -> str:
+        """The traceparent of a run; "": it is not held, or has none."""
+        run = self._runs.get(run_id)
+        return "" if run is None else run.trace
+
     def status(self, wall: float) -> m.InstanceStatus:
         """How the instance is; `wall`: its own clock."""
         instance = self.instance
@@ -349,7 +354,7 @@ class WorkerPolicy:
         """Forgets a run that is no longer ours; nobody wants to hear of it."""
         self._forget(run)
         self._news.pop(run.run_id, None)
-        return [Drop(run_id=run.run_id, reason=reason)]
+        return [Drop(run_id=run.run_id, reason=reason, trace=run.trace)]
 
     def _forget(self, run: Run) -> None:
         del self._runs[run.run_id]
@@ -493,12 +498,12 @@ class WorkerPolicy:
         if now < run.expires + GRACE_S:
             return []
         if not run.over:
-            drop = Drop(run_id=run.run_id, reason="expired")
+            drop = Drop(run_id=run.run_id, reason="expired", trace=run.trace)
             return [drop, *self._end(run, run.record("failed", now, reason="expired"))]
         if run.unstored is not None and run.unstored.reason == "expired" and now < run.expires + GIVE_UP_S:
             return []
         self._forget(run)
-        return [GiveUp(request_id=run.request.request_id), *self._exit_if_empty()]
+        return [GiveUp(request_id=run.request.request_id, trace=run.trace), *self._exit_if_empty()]
 
     # --- draining ---
 

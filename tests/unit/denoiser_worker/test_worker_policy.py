@@ -136,7 +136,7 @@ def test_a_new_scheduler_that_assigns_what_runs_here_changes_only_the_epoch(poli
 def test_a_higher_attempt_replaces_the_run(policy: WorkerPolicy) -> None:
     policy.handle(make_assigned(), 0.0)
     drop, admit, answer = policy.handle(make_assigned(attempt=2, from_seq=4), 3.0)
-    assert drop == Drop(run_id="r1.1", reason="replaced")
+    assert drop == Drop(run_id="r1.1", reason="replaced", trace="trace")
     assert isinstance(admit, Admit)
     assert admit.run_id == "r1.2"
     assert answer == ACCEPTED
@@ -324,7 +324,7 @@ def test_a_request_that_is_anothers_by_now_is_dropped_without_a_word(
     policy.handle(make_assigned(), 0.0)
     policy.handle(make_step(), 1.0)
     assert policy.handle(WriteRefused(run_id="r1.1", found=found, seq=9), 1.1) == [
-        Drop(run_id="r1.1", reason="overtaken")
+        Drop(run_id="r1.1", reason="overtaken", trace="trace")
     ]
     assert policy.num_held == 0
     assert policy.take_report(WALL) is None
@@ -337,11 +337,12 @@ def test_our_own_record_that_we_knew_of_already_is_no_excuse(policy: WorkerPolic
     store(policy, first, 9)
     policy.handle(last_step(), 1.2)
     refused = WriteRefused(run_id="r1.1", found=first.record, seq=9)
-    assert policy.handle(refused, 1.3) == [Drop(run_id="r1.1", reason="overtaken")]
+    assert policy.handle(refused, 1.3) == [Drop(run_id="r1.1", reason="overtaken", trace="trace")]
 
 
 def test_what_the_engine_rejects_fails(policy: WorkerPolicy) -> None:
     policy.handle(make_assigned(), 0.0)
+    assert policy.trace_of("r1.1") == "trace"
     record = only_write(policy.handle(Rejected(run_id="r1.1", detail="why"), 0.1)).record
     assert (record.state, record.reason) == ("failed", "engine_error")
 
@@ -428,7 +429,7 @@ def test_a_late_repeat_of_an_assignment_does_not_run_it_again(policy: WorkerPoli
 def test_a_cancelled_request_is_dropped_at_once_and_does_not_come_back(policy: WorkerPolicy) -> None:
     policy.handle(make_assigned(), 0.0)
     policy.handle(make_step(), 1.0)
-    assert policy.handle(m.Cancel(request_id="r1"), 1.1) == [Drop(run_id="r1.1", reason="cancelled")]
+    assert policy.handle(m.Cancel(request_id="r1"), 1.1) == [Drop(run_id="r1.1", reason="cancelled", trace="trace")]
     assert policy.num_running == 0
     assert policy.take_report(WALL) is None
     assert policy.handle(make_assigned(), 1.2) == [ACCEPTED], "its cancelled record stands"
@@ -488,26 +489,26 @@ def test_a_request_past_its_time_fails_here_if_nobody_else_has_said_so(policy: W
     policy.handle(make_assigned(), 0.0)
     assert policy.handle(Tick(), 61.9) == []
     drop, write = policy.handle(Tick(), 62.1)
-    assert drop == Drop(run_id="r1.1", reason="expired")
+    assert drop == Drop(run_id="r1.1", reason="expired", trace="trace")
     assert isinstance(write, Write)
     assert (write.record.state, write.record.reason) == ("failed", "expired")
     assert policy.num_running == 0
     assert policy.handle(Tick(), 63.0) == []
-    assert policy.handle(Tick(), 70.1) == [GiveUp(request_id="r1")]
+    assert policy.handle(Tick(), 70.1) == [GiveUp(request_id="r1", trace="trace")]
 
 
 def test_a_result_that_cannot_be_stored_is_given_up_after_its_time(policy: WorkerPolicy) -> None:
     policy.handle(make_assigned(), 0.0)
     finish(policy)
     assert policy.handle(Tick(), 61.9) == []
-    assert policy.handle(Tick(), 62.1) == [GiveUp(request_id="r1")]
+    assert policy.handle(Tick(), 62.1) == [GiveUp(request_id="r1", trace="trace")]
     assert policy.num_held == 0
 
 
 def test_the_clock_of_the_sender_does_not_shift_the_time_limit(policy: WorkerPolicy) -> None:
     policy.handle(make_assigned(make_request(expires_at=WALL + 500 + 10), now=500), 500)
     assert policy.handle(Tick(), 511.9) == []
-    assert policy.handle(Tick(), 512.1)[0] == Drop(run_id="r1.1", reason="expired")
+    assert policy.handle(Tick(), 512.1)[0] == Drop(run_id="r1.1", reason="expired", trace="trace")
 
 
 # --- draining -----------------------------------------------------------------------------------------------------
