@@ -10,15 +10,18 @@ from typing import Any, get_args
 
 import msgspec
 
+from services.profile import load_profile
+from services.reconfigurator.config import ReconfiguratorConfig
 from services.scheduler.config import SchedulerConfig
 from services.settings import ConfigError
 from services.threshold_controller.config import ThresholdControllerConfig
 from tools.simulate.cluster import Cluster
+from tools.simulate.fleet import FleetSetting, layout_text
 from tools.simulate.forecasts import ForecastKind
 from tools.simulate.results import write_csv
 from tools.simulate.run import Job, Result, simulate
 from tools.simulate.systems import about
-from tools.simulate.workload import Phase
+from tools.simulate.workload import Phase, read_lengths
 
 _DEFAULT_SYSTEMS = "tedi,infaas,llumnix,proteus"
 _SHOW_EVERY_S = 0.2
@@ -69,10 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument("--slo-ms", type=_positive, help="(default: 5 times what a mean request takes alone)")
     load.add_argument("--prompt-tokens", type=_range, metavar="LOW-HIGH", help="length of prompts")
     load.add_argument("--output-tokens", type=int, help="length of answers, in whole blocks")
+    load.add_argument(
+        "--lengths", type=Path, help="CSV of prompt and output tokens, such as the Azure trace, instead of these two"
+    )
     load.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--instances", type=int, default=4, help="(default: %(default)s)")
     cluster.add_argument("--tp", type=int, default=1, help="tensor-parallel degree of each (default: 1)")
+    cluster.add_argument("--layout", type=_layout, metavar="COUNT*TP,...", help="instead of these two, such as 8*1,2*4")
     cluster.add_argument("--kv-tokens", type=int, help="K/V pool of each (default: the profile's)")
     cluster.add_argument("--thresholds", type=_numbers, help="some of the profile's set, such as 0.7,0.8,0.9")
     cluster.add_argument("--delay-ms", type=_not_negative, default=0.5, help="of a message (default: %(default)g)")
@@ -95,6 +102,15 @@ def _parser() -> argparse.ArgumentParser:
     cluster.add_argument(
         "--pass-noise", type=_not_negative, default=0.0, help="relative deviation of passes (default: 0)"
     )
+    fleet = parser.add_argument_group("instances that come and go")
+    fleet.add_argument("--reconfigure", action="store_true", help="the layout follows the load")
+    fleet.add_argument(
+        "--reconfigurator", type=_settings, default={}, metavar="KEY=VALUE,...", help="as in [reconfigurator]"
+    )
+    fleet.add_argument("--losses", type=_numbers, default=(), help="seconds at which an instance dies, such as 20,45")
+    fleet.add_argument("--nodes", type=int, default=4, help="(default: 4)")
+    fleet.add_argument("--devices", type=int, default=4, help="of each node (default: 4)")
+    fleet.add_argument("--launch-s", type=_not_negative, default=150.0, help="a launch takes (default: 150)")
     policy = parser.add_argument_group("policies")
     policy.add_argument(
         "--forecasts",
@@ -119,18 +135,23 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
         raise ConfigError("instances and tp must be at least 1")
     scheduler = _convert(arguments.scheduler, SchedulerConfig, "--scheduler")
     controller = _convert(arguments.controller, ThresholdControllerConfig, "--controller")
-    rate = arguments.rate or (arguments.rate_per_instance or 2.4) * arguments.instances
+    degrees = arguments.layout or (arguments.tp,) * arguments.instances
+    rate = arguments.rate or (arguments.rate_per_instance or 2.4) * len(degrees)
+    lengths = None
+    if arguments.lengths:
+        lengths = read_lengths(arguments.lengths, load_profile(arguments.profile))
     return [
         Job(
             profile=arguments.profile,
             system=name,
             workload=arguments.workload,
             phases=arguments.phases or (Phase(rate, arguments.seconds),),
-            tp_degrees=(arguments.tp,) * arguments.instances,
+            tp_degrees=degrees,
             most_requests=arguments.requests,
             slo_s=arguments.slo_ms / 1e3 if arguments.slo_ms else None,
             output_tokens=arguments.output_tokens,
             prompt_tokens=arguments.prompt_tokens,
+            lengths=lengths,
             kv_tokens=arguments.kv_tokens,
             thresholds=arguments.thresholds,
             forecasts=arguments.forecasts,
@@ -142,11 +163,27 @@ def _jobs(arguments: argparse.Namespace) -> list[Job]:
             extra_pass_ms=arguments.extra_pass_ms,
             extra_step_ms=arguments.extra_step_ms,
             seed=arguments.seed,
+            fleet=_fleet(arguments),
             scheduler=scheduler,
             controller=controller,
         )
         for name in dict.fromkeys(arguments.systems)
     ]
+
+
+def _fleet(arguments: argparse.Namespace) -> FleetSetting | None:
+    if not (arguments.reconfigure or arguments.losses):
+        return None
+    if arguments.nodes < 1 or arguments.devices < 1:
+        raise ConfigError("nodes and devices must be at least 1")
+    follows = _convert(arguments.reconfigurator, ReconfiguratorConfig, "--reconfigurator")
+    return FleetSetting(
+        nodes=arguments.nodes,
+        devices=arguments.devices,
+        launch_s=arguments.launch_s,
+        losses=arguments.losses,
+        reconfigurator=follows if arguments.reconfigure else None,
+    )
 
 
 def _convert(settings: dict[str, str], config: type[Any], option: str) -> Any:
@@ -188,6 +225,16 @@ def _phases(text: str) -> tuple[Phase, ...]:
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form RATE*SECONDS,RATE*SECONDS")
     return tuple(Phase(_not_negative(rate), _positive(seconds)) for rate, seconds in pairs)
+
+
+def _layout(text: str) -> tuple[int, ...]:
+    degrees: list[int] = []
+    for word in _words(text):
+        count, _, degree = word.partition("*")
+        if not (count.isdecimal() and degree.isdecimal() and int(count) and int(degree)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8*1,2*4: instances and their TP degree")
+        degrees += [int(degree)] * int(count)
+    return tuple(degrees)
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -242,7 +289,14 @@ def _save(arguments: argparse.Namespace, results: dict[str, Result]) -> None:
             write_csv(arguments.csv.with_suffix(f".{name}{arguments.csv.suffix}"), result.outcomes)
     if arguments.json:
         found = {
-            name: {"slo_s": r.slo_s, "virtual_s": r.virtual_s, "load": r.load, **msgspec.to_builtins(r.summary)}
+            name: {
+                "slo_s": r.slo_s,
+                "virtual_s": r.virtual_s,
+                "load": r.load,
+                **msgspec.to_builtins(r.summary),
+                "layouts": r.changes,
+                "decisions": r.decisions,
+            }
             for name, r in results.items()
         }
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
@@ -272,7 +326,17 @@ def _table(results: dict[str, Result]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join([f"SLO {slo_s:.3f} s", "", *lines])
+    return "\n".join([f"SLO {slo_s:.3f} s", "", *lines, *_layouts(results)])
+
+
+def _layouts(results: dict[str, Result]) -> list[str]:
+    """How they changed, where they could."""
+    lines: list[str] = []
+    for name, result in results.items():
+        if result.changes:
+            lines += ["", f"{name}, instances from second to second:"]
+            lines += [f"{change.at:8.1f}  {layout_text(change.layout)}" for change in result.changes]
+    return lines
 
 
 def _percent(value: float | None) -> str:

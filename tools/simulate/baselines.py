@@ -8,7 +8,8 @@ or will get, and break ties by the lowest id.
    fits, once there is one. At each block's end the request is offered to the least loaded instance on which it fits: it
    moves at its next block's end if even with it that one has less than its own has now. One request at a time moves
    away from an instance, and one to it.
-3. Thresholds: `Fixed`, one for all; `Proteus`: a mixture that is chosen anew each period for the rate of arrivals.
+3. Where `drop_late` is set, the first in a queue whose deadline has passed is dropped: failed, as `expired`.
+4. Thresholds: `Fixed`, one for all; `Proteus`: a mixture that is chosen anew each period for the rate of arrivals.
 Nothing is ever lost in the simulator, so silence and attempts are not judged; and an instance that has room says yes.
 """
 
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple, Protocol
+
+from msgspec.structs import replace
 
 from contracts import messages as m
 from contracts.messages import GenerateRequest, ProgressRecord
@@ -119,7 +122,8 @@ class _Open:
     request: GenerateRequest
     canvas_tokens: int
     threshold: float
-    phase: Literal["waiting", "assigning", "running", "moving"] = "waiting"
+    deadline: float | None = None
+    phase: Literal["waiting", "assigning", "running", "moving", "dropped"] = "waiting"
     instance: "_Instance | None" = None
     target: "_Instance | None" = None  # moving: where to
     record: ProgressRecord | None = None
@@ -170,8 +174,8 @@ class _Instance:
 class LeastLoaded:
     """INFaaS (`binds`) and Llumnix (not `binds`; `migrate`): event in, commands out."""
 
-    def __init__(self, thresholds: Thresholds, *, binds: bool, migrate: bool) -> None:
-        self._thresholds, self._binds, self._migrate = thresholds, binds, migrate
+    def __init__(self, thresholds: Thresholds, *, binds: bool, migrate: bool, drop_late: bool = False) -> None:
+        self._thresholds, self._binds, self._migrate, self._drop_late = thresholds, binds, migrate, drop_late
         self._open: dict[str, _Open] = {}
         self._instances: dict[str, _Instance] = {}
         self._queue: deque[_Open] = deque()  # of who is bound to no instance
@@ -180,7 +184,7 @@ class LeastLoaded:
     def handle(self, event: e.Event, now: float) -> list[e.Command]:
         match event:
             case e.RequestSeen():
-                self._note_request(event.request, now)
+                self._note_request(event, now)
             case e.RecordSeen():
                 self._note_record(event)
             case e.StatusSeen(status=status):
@@ -192,29 +196,46 @@ class LeastLoaded:
                 self._stop_moving(self._open.get(event.request_id))
             case _:
                 return []  # it bears on nothing here
-        self._place()
+        self._place(now)
         commands, self._commands = self._commands, []
         return commands
 
-    def _note_request(self, request: GenerateRequest, now: float) -> None:
+    def _note_request(self, event: e.RequestSeen, now: float) -> None:
+        request = event.request
         if request.request_id in self._open:
             return
         pin = request.threshold
-        open_ = _Open(request, request.canvas_tokens, self._thresholds.choose(now) if pin is None else pin)
+        threshold = self._thresholds.choose(now) if pin is None else pin
+        open_ = _Open(request, request.canvas_tokens, threshold, event.deadline)
         self._open[open_.id] = open_
         self._queue.append(open_)
 
     # --- the queues -----------------------------------------------------------------------------------------------
 
-    def _place(self) -> None:
+    def _place(self, now: float) -> None:
         if self._binds and self._instances:
             while self._queue:
                 self._least_loaded().enqueue(self._queue.popleft())
         for instance in self._instances.values():
+            while instance.queue and self._is_late(instance.queue[0], now):
+                self._drop(instance.dequeue())
             while instance.queue and instance.fits(instance.queue[0]):
                 self._assign(instance.dequeue(), instance)
+        while self._queue and self._is_late(self._queue[0], now):
+            self._drop(self._queue.popleft())
         while self._queue and (target := self._least_loaded_with_room(self._queue[0])):
             self._assign(self._queue.popleft(), target)
+
+    def _is_late(self, open_: _Open, now: float) -> bool:
+        return self._drop_late and open_.deadline is not None and now > open_.deadline
+
+    def _drop(self, open_: _Open) -> None:
+        """Rule 3."""
+        open_.phase = "dropped"
+        record = replace(
+            open_.record or open_.request.first_record, state="failed", holder="", epoch=_EPOCH, reason="expired"
+        )
+        self._commands.append(e.WriteRecord(record, open_.record_seq, "expired"))
 
     def _least_loaded(self) -> _Instance:
         return min(self._instances.values(), key=lambda i: (i.tokens, i.id))

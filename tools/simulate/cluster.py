@@ -8,7 +8,8 @@ Everything is as over NATS, by the same messages, and takes `Network`'s time for
 3. Policies decide in no time, but forecasts take `predict_s` for each batch, as all that is due is forecast at once.
 4. The gateway needs `gateway_s` for a call before its request is written. The answer is there when the gateway reads
    the final record.
-Nothing fails here: a request that changes its attempt is a fault of the program.
+Only where instances come and go (fleet.py) anything is lost: elsewhere a request that changes its attempt is a fault of
+the program.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from services.step_predictor.policy import Predict, StepPredictor
 from services.threshold_controller import events as t
 from tools.simulate.clock import Clock, Network, Timer
 from tools.simulate.denoising import Behaviour, Course
+from tools.simulate.fleet import Fleet, FleetSetting
 from tools.simulate.forecasts import CourseOf, Forecaster
 from tools.simulate.instance import Instance, InstanceSettings
 from tools.simulate.results import Outcome
@@ -57,7 +59,7 @@ class Setting(NamedTuple):
 
     profile: Profile
     latency: LatencyProfile
-    tp_degrees: tuple[int, ...]  # of each instance
+    tp_degrees: tuple[int, ...]  # of each instance; those at the beginning, where there is a fleet
     kv_tokens: int  # of each
     slo_s: float | None = None
     delay_s: float = 0.0005
@@ -66,7 +68,13 @@ class Setting(NamedTuple):
     step_overhead_s: float = 0.0005
     predict_s: float = 0.002
     pass_noise: float = 0.0
+    latency_ratio: float = 1.0  # of all instances: measured over profiled time of passes
     seed: int = 0
+    fleet: FleetSetting | None = None  # None: the instances are there from beginning to end
+
+    @property
+    def num_devices(self) -> int:
+        return sum(self.tp_degrees) if self.fleet is None else self.fleet.num_devices
 
 
 class Policies(NamedTuple):
@@ -97,11 +105,50 @@ class Cluster:
         self._all_arrived = False
         self._scheduler_timer = Timer(self.clock, lambda: self._tell_scheduler(s.Tick()))
         self._controller_timer = Timer(self.clock, lambda: self._tell_controller(t.Tick()))
-        self.instances = {settings.instance_id: self._instance(settings) for settings in _instances(setting)}
+        self.instances: dict[str, Instance] = {}  # that run
+        self.all_instances: list[Instance] = []  # and those that ran
+        self.fleet: Fleet | None = None
+        if setting.fleet is not None:
+            self.fleet = Fleet(self, setting.fleet, setting.tp_degrees, setting.profile, setting.latency)
+        else:
+            for number, degree in enumerate(setting.tp_degrees):
+                self._add(f"i{number:03}", degree)
         self._predictor = _Predictor(self, policies, setting.predict_s) if policies.forecaster else None
 
-    def _instance(self, settings: InstanceSettings) -> Instance:
-        return Instance(settings, self, self.clock, Random(f"{self.setting.seed}/{settings.instance_id}"))
+    # --- instances ------------------------------------------------------------------------------------------------
+
+    def _add(self, instance_id: str, tp_degree: int) -> Instance:
+        settings = _settings_of(self.setting, instance_id, tp_degree)
+        instance = Instance(settings, self, self.clock, Random(f"{self.setting.seed}/{instance_id}"))
+        self.instances[instance_id] = instance
+        self.all_instances.append(instance)
+        return instance
+
+    def start(self, instance_id: str, tp_degree: int) -> Instance:
+        """It runs from now on."""
+        instance = self._add(instance_id, tp_degree)
+        instance.begin_statuses(self.clock.now)
+        return instance
+
+    def end(self, instance: Instance) -> None:
+        """It runs no more, whatever it holds."""
+        instance.gone = True
+        del self.instances[instance.id]
+
+    def note_exit(self, instance: Instance, detail: str) -> None:
+        assert self.fleet is not None, "nobody else stops instances"
+        self.end(instance)
+        self.fleet.note_exit(instance, detail)
+
+    def announce_lost(self, instance_id: str) -> None:
+        self._network.send(("agent", instance_id), self._hear_lost, instance_id)
+
+    def _hear_lost(self, instance_id: str) -> None:
+        self._tell_scheduler(s.InstanceExited(instance_id))
+        self._tell_controller(t.InstanceExited(instance_id))
+
+    def ask_to_drain(self, instance_id: str) -> None:
+        self._network.send((instance_id, "drain"), self._tell_scheduler, s.DrainAsked(instance_id))
 
     # --- running --------------------------------------------------------------------------------------------------
 
@@ -120,6 +167,8 @@ class Cluster:
     def _begin(self) -> None:
         for number, instance in enumerate(self.instances.values()):
             instance.begin_statuses(number / len(self.instances))  # spread over a second
+        if self.fleet is not None:
+            self.fleet.begin()
         self._tell_scheduler(s.CaughtUp())
         self._tell_controller(t.CaughtUp())
         self._beat()
@@ -171,6 +220,8 @@ class Cluster:
 
     def _hear_request(self, request: GenerateRequest, seq: int) -> None:
         deadline = request.deadline_at
+        if self.fleet is not None:
+            self.fleet.hear_request(request)
         self._tell_scheduler(s.RequestSeen(request, seq, request.created_at, request.expires_at, deadline))
         self._tell_controller(t.RequestSeen(request, seq, request.expires_at, deadline))
 
@@ -197,7 +248,7 @@ class Cluster:
 
     def _store_record(self, record: ProgressRecord, after_seq: int) -> int | None:
         """Its sequence; None: another one stands (rule 1)."""
-        assert record.attempt == 1, f"{record.request_id} was taken for lost"
+        assert record.attempt == 1 or self.fleet is not None, f"{record.request_id} was taken for lost"
         if self._records.get(record.request_id, (0, record))[0] != after_seq:
             return None
         self._record_seq += 1
@@ -277,14 +328,14 @@ class Cluster:
                 raise RuntimeError(f"nobody carries {command} out")
 
     def _assign(self, command: s.SendAssign) -> None:
-        assign = command.assign
-        answer = self.instances[command.instance_id].assign(assign)
+        assign, instance = command.assign, self.instances.get(command.instance_id)
+        answer: s.Answer = "undelivered" if instance is None else instance.assign(assign)
         event = s.AssignAnswered(command.instance_id, assign.request.request_id, assign.attempt, answer)
         self._network.send((command.instance_id, "answers"), self._tell_scheduler, event)
 
     def _release(self, command: s.SendRelease) -> None:
-        release = command.release
-        answer = self.instances[command.instance_id].release(release)
+        release, instance = command.release, self.instances.get(command.instance_id)
+        answer: s.Answer = "undelivered" if instance is None else instance.release(release)
         event = s.ReleaseAnswered(command.instance_id, release.request_id, release.attempt, answer)
         self._network.send((command.instance_id, "answers"), self._tell_scheduler, event)
 
@@ -302,6 +353,8 @@ class Cluster:
 
     def _do_for_controller(self, command: t.Command) -> None:
         match command:
+            case t.SendThresholds() if command.instance_id not in self.instances:
+                pass  # nobody listens
             case t.SendThresholds():
                 entries = [
                     m.ThresholdEntry(request_id=d.request_id, attempt=d.attempt, threshold=d.threshold)
@@ -364,23 +417,21 @@ class _Predictor:
         self._go_on()
 
 
-def _instances(setting: Setting) -> list[InstanceSettings]:
+def _settings_of(setting: Setting, instance_id: str, tp_degree: int) -> InstanceSettings:
     engine = setting.profile.engine
     limits = BatchLimits(
         max_batch_tokens=engine.max_pass_tokens,
         max_recompute_tokens=min(engine.max_pass_tokens, _MAX_RECOMPUTE_TOKENS),
     )
-    return [
-        InstanceSettings(
-            instance_id=f"i{number:03}",
-            model=setting.profile.model,
-            tp_degree=degree,
-            max_requests=engine.max_requests,
-            kv_tokens=setting.kv_tokens,
-            limits=limits,
-            cost=setting.latency.cost(degree),
-            step_overhead_s=setting.step_overhead_s,
-            pass_noise=setting.pass_noise,
-        )
-        for number, degree in enumerate(setting.tp_degrees)
-    ]
+    return InstanceSettings(
+        instance_id=instance_id,
+        model=setting.profile.model,
+        tp_degree=tp_degree,
+        max_requests=engine.max_requests,
+        kv_tokens=setting.kv_tokens,
+        limits=limits,
+        cost=setting.latency.cost(tp_degree),
+        step_overhead_s=setting.step_overhead_s,
+        pass_noise=setting.pass_noise,
+        latency_ratio=setting.latency_ratio,
+    )

@@ -13,6 +13,7 @@ A `Behaviour` knows prompts and how they denoise. Two kinds:
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -36,6 +37,13 @@ class Signs(NamedTuple):
     tokens_left_in_block: int
     ends_in_block: bool
     confidence: FiveNumbers
+
+
+class Lengths(NamedTuple):
+    """Of a request."""
+
+    prompt_tokens: int
+    output_tokens: int  # whole blocks
 
 
 class Left(NamedTuple):
@@ -70,6 +78,9 @@ class Course(Protocol):
 
     def left(self, threshold: float) -> Left:
         """What is truly left of it, if it goes on at this threshold."""
+
+    def go_back(self, blocks_done: int) -> None:
+        """To the end of that block: what came after it is lost."""
 
     def correctness(self) -> float | None:
         """Of a finished one: 1 or 0, or what is expected; None where nobody can tell."""
@@ -149,18 +160,23 @@ class Counted:
         output_tokens: int | None = None,
         mean_steps_per_block: Sequence[float] | None = None,
         prompt_tokens: tuple[int, int] | None = None,
+        lengths: Sequence[Lengths] | None = None,
     ) -> None:
         """`output_tokens`, a multiple of the block size: steps in proportion. `mean_steps_per_block`, at each of the
-        thresholds: the steps are scaled so that these are the means."""
+        thresholds: the steps are scaled so that these are the means. `lengths`: of each prompt, instead of these and
+        those that were counted; prompts beyond the counted requests go by their steps again."""
         self._counts = counts
-        self.num_prompts = len(counts.steps)
-        self._output_tokens = output_tokens or counts.output_tokens
-        if self._output_tokens % counts.block_size:
-            raise ConfigError(
-                f"output of {self._output_tokens} tokens is no whole number of blocks of {counts.block_size}"
-            )
-        self._shortest, self._longest = prompt_tokens or counts.prompt_tokens
-        self.num_blocks = self._output_tokens // counts.block_size
+        if lengths is None:
+            shortest, longest = prompt_tokens or counts.prompt_tokens
+            lengths = _even_lengths(len(counts.steps), shortest, longest, output_tokens or counts.output_tokens)
+        for one in lengths:
+            if one.output_tokens % counts.block_size:
+                raise ConfigError(
+                    f"output of {one.output_tokens} tokens is no whole number of blocks of {counts.block_size}"
+                )
+        self._lengths = lengths
+        self.num_prompts = len(lengths)
+        self._mean_blocks = sum(one.output_tokens for one in lengths) / len(lengths) / counts.block_size
         self._scale = self._scales(mean_steps_per_block)
 
     def _scales(self, means: Sequence[float] | None) -> list[float]:
@@ -170,21 +186,20 @@ class Counted:
         return [mean / counted for mean, counted in zip(means, self._counts.means, strict=True)]
 
     def prompt_tokens(self, prompt: int) -> int:
-        """Which prompts are long has nothing to do with their steps: nothing is known of both."""
-        spread = self._longest - self._shortest + 1
-        return self._shortest + prompt * 7919 % spread
+        return self._lengths[prompt].prompt_tokens
 
     def max_tokens(self, prompt: int) -> int:
-        return self._output_tokens
+        return self._lengths[prompt].output_tokens
 
     def start(self, prompt: int) -> "CountedCourse":
-        counts = self._counts.steps[prompt]
+        counts = self._counts.steps[prompt % len(self._counts.steps)]
         steps = [max(1.0, count * scale) for count, scale in zip(counts, self._scale, strict=True)]
-        return CountedCourse(self, steps)
+        return CountedCourse(self, steps, self._lengths[prompt].output_tokens // self._counts.block_size)
 
     def mean(self, threshold: float) -> Left:
         scaled = [mean * scale for mean, scale in zip(self._counts.means, self._scale, strict=True)]
-        return Left(self.num_blocks * interpolated(self._counts.thresholds, scaled, threshold), float(self.num_blocks))
+        blocks = self._mean_blocks
+        return Left(blocks * interpolated(self._counts.thresholds, scaled, threshold), blocks)
 
     def accuracy(self, threshold: float) -> float | None:
         known = self._counts.accuracy
@@ -198,17 +213,23 @@ class Counted:
         return self._counts.block_size
 
 
+def _even_lengths(num_prompts: int, shortest: int, longest: int, output_tokens: int) -> list[Lengths]:
+    """Which prompts are long has nothing to do with their steps: nothing is known of both."""
+    spread = longest - shortest + 1
+    return [Lengths(shortest + prompt * 7919 % spread, output_tokens) for prompt in range(num_prompts)]
+
+
 class CountedCourse:
     """One of them on its way."""
 
-    def __init__(self, behaviour: Counted, steps_per_block: Sequence[float]) -> None:
+    def __init__(self, behaviour: Counted, steps_per_block: Sequence[float], num_blocks: int) -> None:
         self._behaviour = behaviour
         self._steps_per_block = steps_per_block  # by threshold of the set
-        self._num_blocks = behaviour.num_blocks
+        self._num_blocks = num_blocks
         self._done = 0.0  # blocks
         self._threshold, self._move = -1.0, 0.0  # of the last step, and how many blocks it takes one on
-        self._turned_at = 0.0  # blocks done when this threshold began
-        self._committed: dict[float, float] = {}  # blocks, by threshold before this one
+        self._turns: list[tuple[float, float]] = []  # blocks done when a threshold began, and which
+        self._block_ends = [(0.0, 0)]  # blocks and steps done when each began
         self.steps = self.block_index = self.steps_in_block = 0
         self.finish: Finish = ""
 
@@ -222,14 +243,22 @@ class CountedCourse:
             return False
         self.block_index += 1
         self.steps_in_block = 0
+        self._block_ends.append((self._done, self.steps))
         if self.block_index == self._num_blocks:
             self.finish = "length"
         return True
 
     def _turn(self, threshold: float) -> None:
-        self._committed[self._threshold] = self._committed.get(self._threshold, 0.0) + self._done - self._turned_at
-        self._threshold, self._turned_at = threshold, self._done
+        self._turns.append((self._done, threshold))
+        self._threshold = threshold
         self._move = 1 / self._behaviour.steps_per_block(self._steps_per_block, threshold)
+
+    def go_back(self, blocks_done: int) -> None:
+        del self._block_ends[blocks_done + 1 :]
+        self._done, self.steps = self._block_ends[-1]
+        self._turns = [turn for turn in self._turns if turn[0] < self._done]
+        self._threshold = -1.0
+        self.block_index, self.steps_in_block, self.finish = blocks_done, 0, ""
 
     def signs(self) -> Signs:
         block_size = self._behaviour.block_size
@@ -249,13 +278,12 @@ class CountedCourse:
         return Left(max(steps, blocks + (self.steps_in_block > 0)), float(blocks))
 
     def correctness(self) -> float | None:
-        self._turn(self._threshold)  # so that all is counted
         weighed = 0.0
-        for threshold, blocks in self._committed.items():
+        for (begin, threshold), (end, _) in pairwise([*self._turns, (self._done, -1.0)]):
             accuracy = self._behaviour.accuracy(threshold)
             if accuracy is None:
                 return None
-            weighed += accuracy * blocks
+            weighed += accuracy * (end - begin)
         return weighed / self._done
 
 

@@ -1,7 +1,7 @@
 """An instance as the others see it: the worker's answers, records, reports and statuses, and passes that take as
 long as the latency profile says.
 
-Of the live worker's rules (services/denoiser/worker_policy.py, hot_loop.py) those that matter where nothing fails:
+Of the live worker's rules (services/denoiser/worker_policy.py, hot_loop.py) those that matter where messages arrive:
 1. An assignment is refused while too many requests are held, or too many tokens. It counts from its acceptance on.
 2. A turn: what was ordered applies; `choose_riders` chooses the pass, its cost is the profile's; at its end each rider
    has run a step at the threshold it had at the beginning; blocks that ended are written down; if one did, or
@@ -9,6 +9,8 @@ Of the live worker's rules (services/denoiser/worker_policy.py, hot_loop.py) tho
 3. A request that is to be let go leaves at its block's end, at once if it is there: `released`.
 4. Of each request one write at a time; the newest record goes next. After its last record is stored it is forgotten.
 5. Thresholds of what is not held yet are kept: they may overtake their assignment.
+6. Told to drain, it takes nothing more and asks the scheduler to move what it holds. At half of `drain_limit_s` all
+   that is left is released at its block's end. It exits when it holds nothing, at the limit in any case.
 """
 
 from dataclasses import dataclass
@@ -35,8 +37,10 @@ class InstanceSettings(NamedTuple):
     cost: PassCost
     step_overhead_s: float  # of a turn, outside the pass
     pass_noise: float  # standard deviation of a pass's time, relative
+    latency_ratio: float = 1.0  # what passes take over what the profile says, as the instance itself has measured
     report_every_s: float = 0.05
     status_every_s: float = 1.0
+    drain_limit_s: float = 30.0
 
 
 class Outside(Protocol):
@@ -50,6 +54,11 @@ class Outside(Protocol):
         """`Instance.note_stored` or `note_refused` follows."""
 
     def course_of(self, request_id: str) -> Course: ...
+
+    def ask_to_drain(self, instance_id: str) -> None: ...
+
+    def note_exit(self, instance: "Instance", detail: str) -> None:
+        """It runs no more, and said so itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,10 +109,15 @@ class Instance:
         self._news: dict[str, _Held] = {}  # has stepped since the last report
         self._reported_at = 0.0
         self._pass_runs = False
+        self.draining = self.gone = False
 
     @property
     def id(self) -> str:
         return self.settings.instance_id
+
+    @property
+    def num_held(self) -> int:
+        return len(self._running)
 
     # --- what it is told ------------------------------------------------------------------------------------------
 
@@ -114,6 +128,8 @@ class Instance:
         held = self._held.get(request.request_id)
         if held is not None and not held.over:
             return m.Accepted()
+        if self.draining:
+            return m.Refused(reason="draining", epoch=self._epoch)
         if len(self._running) >= self.settings.max_requests:
             return m.Refused(reason="kv_full", detail="requests", epoch=self._epoch)
         if self._tokens + request.canvas_tokens > self.settings.kv_tokens:
@@ -126,10 +142,14 @@ class Instance:
         early = self._early.pop((request.request_id, assign.attempt), None)
         threshold = assign.threshold if early is None or request.threshold is not None else early
         self._arrivals += 1
+        course = self._outside.course_of(request.request_id)
+        blocks_done = 0 if resume is None else resume.blocks_done
+        if course.block_index != blocks_done or course.steps_in_block:
+            course.go_back(blocks_done)  # it was lost with its instance
         held = _Held(
             id=request.request_id,
             request=request,
-            course=self._outside.course_of(request.request_id),
+            course=course,
             attempt=assign.attempt,
             epoch=assign.epoch,
             arrival_no=self._arrivals,
@@ -153,11 +173,15 @@ class Instance:
         if held is None or held.attempt != release.attempt:
             return m.Refused(reason="not_held", epoch=self._epoch)
         self._epoch = held.epoch = max(self._epoch, release.epoch)
+        self._let_go(held)
+        return m.Accepted()
+
+    def _let_go(self, held: _Held) -> None:
+        """Rule 3."""
         if not held.over:
             held.letting_go = True
             if held.course.steps_in_block == 0 and not held.rides:
                 self._end(held, "released")
-        return m.Accepted()
 
     def turn(self, thresholds: m.Thresholds) -> None:
         for entry in thresholds.entries:
@@ -174,6 +198,33 @@ class Instance:
             held.over = True
             self._leave(held)
             self._news.pop(request_id, None)
+        self._exit_if_drained()
+
+    # --- its end --------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Rule 6."""
+        if self.draining:
+            return
+        self.draining = True
+        self._outside.ask_to_drain(self.id)
+        limit_s = self.settings.drain_limit_s
+        self._clock.at(self._clock.now + limit_s / 2, self._hand_back)
+        self._clock.at(self._clock.now + limit_s, self._exit, "drain_limit")
+        self._exit_if_drained()
+
+    def _hand_back(self) -> None:
+        for held in list(self._running):
+            self._let_go(held)
+
+    def _exit_if_drained(self) -> None:
+        if self.draining and not self._held:
+            self._exit("drained")
+
+    def _exit(self, detail: str) -> None:
+        if not self.gone:
+            self.gone = True
+            self._outside.note_exit(self, detail)
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
@@ -222,13 +273,15 @@ class Instance:
         return PassLoad(tokens, recompute_steps, len(riders) - recompute_steps, keys, pairs)
 
     def _seconds(self, load: PassLoad) -> float:
-        seconds = self.settings.cost.ms(load) / 1e3
+        seconds = self.settings.latency_ratio * self.settings.cost.ms(load) / 1e3
         if self.settings.pass_noise:
             seconds *= max(0.1, self._rng.gauss(1.0, self.settings.pass_noise))
         return seconds
 
     def _end_pass(self, riders: list[_Held], started: float) -> None:
         self._pass_runs = False
+        if self.gone:
+            return
         ended_block, news = False, self._news
         for held in riders:
             held.rides = False
@@ -324,7 +377,7 @@ class Instance:
     def note_stored(self, record: ProgressRecord, seq: int) -> None:
         """Rule 4."""
         held = self._held.get(record.request_id)
-        if held is None or not held.writing:
+        if held is None or not held.writing or self.gone:
             return
         held.seq = seq
         held.writing = False
@@ -333,6 +386,7 @@ class Instance:
             self._write(held, held.unstored)
         elif held.over:
             del self._held[record.request_id]
+            self._exit_if_drained()
 
     def note_refused(self, record: ProgressRecord) -> None:
         """Another one's record stands: the request is not ours any more."""
@@ -345,7 +399,7 @@ class Instance:
         entries = [self._entry(held) for held in self._news.values()]
         self._news.clear()
         if entries:
-            self._outside.say_report(m.Report(self.id, now, entries, 1.0))
+            self._outside.say_report(m.Report(self.id, now, entries, self.settings.latency_ratio))
 
     def _entry(self, held: _Held) -> m.RequestReport:
         course, request = held.course, held.request
@@ -372,6 +426,8 @@ class Instance:
         self._clock.at(first_at, self._repeat_status)
 
     def _repeat_status(self) -> None:
+        if self.gone:
+            return
         self.say_status()
         self._clock.at(self._clock.now + self.settings.status_every_s, self._repeat_status)
 
@@ -385,10 +441,11 @@ class Instance:
                 tp_degree=settings.tp_degree,
                 sent_at=self._clock.now,
                 epoch=self._epoch,
-                draining=False,
+                draining=self.draining,
                 max_requests=settings.max_requests,
                 kv_tokens=settings.kv_tokens,
                 held=[_listed(held) for held in self._held.values()],
+                latency_ratio=settings.latency_ratio,
             )
         )
 

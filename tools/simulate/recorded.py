@@ -184,6 +184,12 @@ class RecordedCourse:
     def left(self, threshold: float) -> Left:
         return self._place.left(threshold)
 
+    def go_back(self, blocks_done: int) -> None:
+        while self._place.block_index > blocks_done or self._place.steps_in_block:
+            assert self._place.before is not None, "it begins with no block done"
+            self._place = self._place.before
+            self.steps -= 1
+
     def correctness(self) -> float | None:
         correct = self._behaviour.is_correct(self._prompt, self._place.replay)
         return None if correct is None else float(correct)

@@ -1,8 +1,9 @@
 """One simulation from its parts: what is asked for, made into a cluster, run, and summed up."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,11 +14,15 @@ from services.scheduler.config import SchedulerConfig
 from services.settings import ConfigError
 from services.threshold_controller.config import ThresholdControllerConfig
 from tools.simulate.cluster import Cluster, Setting
-from tools.simulate.denoising import Behaviour, Counted, interpolated, read_step_counts
+from tools.simulate.denoising import Behaviour, Counted, Lengths, interpolated, read_step_counts
+from tools.simulate.fleet import Change, Decision, FleetSetting
 from tools.simulate.forecasts import ForecastKind
 from tools.simulate.results import Outcome, Summary, by_arrival, summarise
-from tools.simulate.systems import Scene, system
-from tools.simulate.workload import Phase, arrivals
+from tools.simulate.systems import Scene, mean_lengths, system
+from tools.simulate.workload import Arrival, Phase, arrivals
+
+if TYPE_CHECKING:
+    from tools.simulate.recorded import Recorded
 
 PUBLISHED = Path(__file__).parent / "published"
 GSM8K = PUBLISHED / "gsm8k-llada-8b.json"
@@ -31,12 +36,14 @@ class Job(NamedTuple):
     profile: Path
     system: str
     workload: str  # "profile", "gsm8k", or a folder of recorded traces
-    phases: tuple[Phase, ...]
+    phases: tuple[Phase, ...]  # of random arrivals
     tp_degrees: tuple[int, ...]
     most_requests: int | None = None
     slo_s: float | None = None  # None: five times a mean request alone, at the profile's threshold
     output_tokens: int | None = None
     prompt_tokens: tuple[int, int] | None = None
+    lengths: tuple[Lengths, ...] | None = None  # of each prompt, instead of these two; not of recorded ones
+    steps_scale: float = 1.0  # of counted requests: so many times the steps; of their accuracy nothing is known then
     kv_tokens: int | None = None
     thresholds: tuple[float, ...] | None = None  # instead of the profile's set
     forecasts: ForecastKind | None = None  # None: the profile's predictor for recorded traces, blurred ones else
@@ -45,9 +52,13 @@ class Job(NamedTuple):
     jitter_s: float = 0.0005
     step_overhead_s: float = 0.0005
     pass_noise: float = 0.0
+    latency_ratio: float = 1.0  # what passes take over what the profile says; instances say so
+    gateway_s: float = 0.0023  # from a call to its request
     extra_pass_ms: float = 0.0  # on top of the latency profile, for policies as for instances: of a pass,
     extra_step_ms: float = 0.0  # and of each step in it
     seed: int = 0
+    fleet: FleetSetting | None = None  # None: the instances are there from beginning to end
+    asked: tuple[Arrival, ...] | None = None  # instead of random arrivals
     scheduler: SchedulerConfig = SchedulerConfig()
     controller: ThresholdControllerConfig = ThresholdControllerConfig()
 
@@ -57,29 +68,37 @@ class Result(NamedTuple):
     outcomes: list[Outcome]  # by arrival
     slo_s: float
     virtual_s: float
-    load: float  # share of their time that instances spent in passes
+    load: float  # share of their time that devices spent in passes
+    changes: list[Change]  # of the layout, where there is a fleet
+    decisions: list[Decision]  # of the reconfigurator
 
 
 def simulate(job: Job, on_progress: Callable[[Cluster], object] | None = None) -> Result:
     """Raises ConfigError where the parts do not fit together."""
     chosen = system(job.system)
+    if job.fleet is not None and not chosen.follows:
+        raise ConfigError(
+            f"{job.system} does not know that instances come and go: leave reconfiguration and losses out"
+        )
     profile, latency = read_profile(job, chosen.cache)
-    behaviour = read_behaviour(job.workload, profile, job.output_tokens, job.prompt_tokens)
+    behaviour = read_behaviour(job, profile)
     setting = make_setting(job, profile, latency, behaviour)
     check_fits(setting, behaviour)
     forecasts = job.forecasts or ("trees" if job.workload not in ("profile", "gsm8k") else "blurred")
     scene = Scene(setting, behaviour, forecasts, job.forecast_error, job.scheduler, job.controller)
-    asked = arrivals(job.phases, behaviour.num_prompts, job.seed, most=job.most_requests)
+    asked = job.asked or arrivals(job.phases, behaviour.num_prompts, job.seed, most=job.most_requests)
     cluster = Cluster(setting, chosen.make(scene), behaviour, asked)
     outcomes = by_arrival(cluster.run(on_progress))
-    busy_s = sum(instance.busy_s for instance in cluster.instances.values())
+    busy_s = sum(instance.busy_s * instance.settings.tp_degree for instance in cluster.all_instances)
     assert setting.slo_s is not None
     return Result(
         summary=summarise(outcomes),
         outcomes=outcomes,
         slo_s=setting.slo_s,
         virtual_s=round(cluster.clock.now, 6),
-        load=round(busy_s / (len(cluster.instances) * cluster.clock.now), 6),
+        load=round(busy_s / (setting.num_devices * cluster.clock.now), 6),
+        changes=[] if cluster.fleet is None else cluster.fleet.changes,
+        decisions=[] if cluster.fleet is None else cluster.fleet.decisions,
     )
 
 
@@ -113,13 +132,16 @@ def dearer(cost: PassCost, pass_ms: float, step_ms: float) -> PassCost:
     )
 
 
-def read_behaviour(
-    workload: str, profile: Profile, output_tokens: int | None, prompt_tokens: tuple[int, int] | None
-) -> Behaviour:
+def read_behaviour(job: Job, profile: Profile) -> Behaviour:
     """Raises ConfigError."""
-    decoding = profile.decoding
+    decoding, workload = profile.decoding, job.workload
+    output_tokens, prompt_tokens, lengths = job.output_tokens, job.prompt_tokens, job.lengths
     if workload == "gsm8k":
-        return Counted(read_step_counts(GSM8K), output_tokens=output_tokens, prompt_tokens=prompt_tokens)
+        counts = read_step_counts(GSM8K)
+        if job.steps_scale != 1:
+            steps = tuple(tuple(max(1, round(job.steps_scale * count)) for count in row) for row in counts.steps)
+            counts = replace(counts, steps=steps, accuracy=())
+        return Counted(counts, output_tokens=output_tokens, prompt_tokens=prompt_tokens, lengths=lengths)
     if workload == "profile":
         counts = replace(read_step_counts(GSM8K), accuracy=(), block_size=decoding.block_size)
         means = [_mean_steps(profile, threshold) for threshold in counts.thresholds]
@@ -128,20 +150,28 @@ def read_behaviour(
             output_tokens=output_tokens or decoding.max_tokens,
             mean_steps_per_block=means,
             prompt_tokens=prompt_tokens or _MADE_UP_PROMPTS,
+            lengths=lengths,
         )
-    if output_tokens or prompt_tokens:
+    if output_tokens or prompt_tokens or lengths:
         raise ConfigError("recorded traces have lengths of their own: leave the tokens of prompt and output out")
-    from tools.simulate.recorded import Recorded
-    from tools.traces.prompts import codec_of
-
-    decode = codec_of(profile).decode if (profile.weights_folder / "tokenizer.json").exists() else None
-    recorded = Recorded(Path(workload), decoding.cache, decode)
+    recorded = _recorded(Path(workload), job.profile, decoding.cache)
     if recorded.recording.block_size != decoding.block_size:
         raise ConfigError(
             f"{workload} was recorded with blocks of {recorded.recording.block_size}, "
             f"the profile has {decoding.block_size}"
         )
     return recorded
+
+
+@lru_cache(maxsize=4)
+def _recorded(folder: Path, profile_folder: Path, cache: CacheMode) -> "Recorded":
+    """Shared by the runs of this process: what one has computed of a recording, the next one knows."""
+    from tools.simulate.recorded import Recorded
+    from tools.traces.prompts import codec_of
+
+    profile = load_profile(profile_folder)
+    decode = codec_of(profile).decode if (profile.weights_folder / "tokenizer.json").exists() else None
+    return Recorded(folder, cache, decode)
 
 
 def _mean_steps(profile: Profile, threshold: float) -> float:
@@ -161,7 +191,10 @@ def make_setting(job: Job, profile: Profile, latency: LatencyProfile, behaviour:
         jitter_s=job.jitter_s,
         step_overhead_s=job.step_overhead_s,
         pass_noise=job.pass_noise,
+        latency_ratio=job.latency_ratio,
+        gateway_s=job.gateway_s,
         seed=job.seed,
+        fleet=job.fleet,
     )
     slo_s = job.slo_s or _SLO_OVER_ALONE * alone_s(setting, behaviour)
     return setting._replace(slo_s=slo_s)
@@ -171,9 +204,8 @@ def alone_s(setting: Setting, behaviour: Behaviour) -> float:
     """Seconds of a request of mean steps and mean prompt that runs alone at the profile's threshold, in passes."""
     decoding = setting.profile.decoding
     mean = behaviour.mean(decoding.threshold)
-    lengths = [behaviour.prompt_tokens(prompt) for prompt in range(behaviour.num_prompts)]
-    output = -(-behaviour.max_tokens(0) // decoding.block_size) * decoding.block_size
-    canvas = sum(lengths) / len(lengths) + output
+    prompt_tokens, output = mean_lengths(behaviour, decoding.block_size)
+    canvas = prompt_tokens + output
     window = {"none": canvas, "dual": decoding.block_size, "prefix": (output + decoding.block_size) / 2}[decoding.cache]
     cost = setting.latency.cost(setting.tp_degrees[0])
     recompute_ms = cost.ms(step_load("recompute", canvas, canvas))
@@ -185,11 +217,12 @@ def alone_s(setting: Setting, behaviour: Behaviour) -> float:
 def check_fits(setting: Setting, behaviour: Behaviour) -> None:
     """Raises ConfigError for prompts that the profile or the K/V pool has no room for."""
     limits, block_size = setting.profile.limits, setting.profile.decoding.block_size
-    longest = max(behaviour.prompt_tokens(p) for p in range(behaviour.num_prompts))
-    output = -(-max(behaviour.max_tokens(p) for p in range(behaviour.num_prompts)) // block_size) * block_size
+    prompts = range(behaviour.num_prompts)
+    lengths = [(behaviour.prompt_tokens(p), -(-behaviour.max_tokens(p) // block_size) * block_size) for p in prompts]
+    prompt_tokens, output = max(lengths, key=sum)
     most = min(limits.max_context_tokens, setting.kv_tokens)
-    if longest + output > most:
+    if prompt_tokens + output > most:
         raise ConfigError(
-            f"prompts of up to {longest} tokens and {output} of output make {longest + output}; at most {most} fit: "
-            "shorter prompts, a profile of a larger context or more kv_tokens would do"
+            f"prompts of up to {prompt_tokens} tokens and {output} of output make {prompt_tokens + output}; at most "
+            f"{most} fit: shorter prompts, a profile of a larger context or more kv_tokens would do"
         )

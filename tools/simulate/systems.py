@@ -52,6 +52,7 @@ class System(NamedTuple):
     about: str
     make: Maker
     cache: CacheMode | None = None  # that it needs; None: the profile's
+    follows: bool = True  # it knows that instances come and go
 
 
 # --- the live policies --------------------------------------------------------------------------------------------
@@ -114,12 +115,10 @@ def forecaster_of(kind: ForecastKind, scene: Scene) -> tuple[Callable[[CourseOf]
 # --- the baselines ------------------------------------------------------------------------------------------------
 
 
-def _infaas(scene: Scene) -> Policies:
-    return Policies(LeastLoaded(Fixed(scene.setting.profile.decoding.threshold), binds=True, migrate=False))
-
-
-def _llumnix(scene: Scene) -> Policies:
-    return Policies(LeastLoaded(Fixed(scene.setting.profile.decoding.threshold), binds=False, migrate=True))
+def _least_loaded(scene: Scene, *, binds: bool, drop_late: bool = False) -> Policies:
+    """INFaaS, and Llumnix, which does not bind but moves."""
+    fixed = Fixed(scene.setting.profile.decoding.threshold)
+    return Policies(LeastLoaded(fixed, binds=binds, migrate=not binds, drop_late=drop_late))
 
 
 def _proteus(scene: Scene) -> Policies:
@@ -138,13 +137,20 @@ def variants(scene: Scene) -> list[Variant]:
     return found
 
 
+def mean_lengths(behaviour: Behaviour, block_size: int) -> tuple[float, float]:
+    """Tokens of prompts and of outputs, these in whole blocks."""
+    prompts = range(behaviour.num_prompts)
+    prompt_tokens = sum(behaviour.prompt_tokens(prompt) for prompt in prompts)
+    output_tokens = sum(-(-behaviour.max_tokens(prompt) // block_size) * block_size for prompt in prompts)
+    return prompt_tokens / len(prompts), output_tokens / len(prompts)
+
+
 def work_of(setting: Setting, behaviour: Behaviour, steps: float, blocks: float) -> float:
     """Instance-seconds of a request of mean prompt, that takes so many steps, on instances full of such requests."""
     decoding, engine = setting.profile.decoding, setting.profile.engine
-    prompts = range(behaviour.num_prompts)
-    prompt_tokens = sum(behaviour.prompt_tokens(prompt) for prompt in prompts) // behaviour.num_prompts
-    canvas = prompt_tokens + -(-behaviour.max_tokens(0) // decoding.block_size) * decoding.block_size
-    resident = Resident(canvas, decoding.block_size, decoding.cache, canvas - prompt_tokens)
+    prompt_tokens, output_tokens = mean_lengths(behaviour, decoding.block_size)
+    canvas = int(prompt_tokens) + int(output_tokens)
+    resident = Resident(canvas, decoding.block_size, decoding.cache, int(output_tokens))
     fleet: dict[Supply, int] = {}
     for degree in setting.tp_degrees:
         supply = Supply(degree, engine.max_requests, setting.kv_tokens, 1.0)
@@ -160,10 +166,35 @@ def work_of(setting: Setting, behaviour: Behaviour, steps: float, blocks: float)
 _SYSTEMS = (
     System("tedi", "the live policies as they are configured", _live),
     System("paper", "the threshold-controller's rules of the paper", partial(_live, controller={"policy": "paper"})),
-    System("infaas", "least-loaded by tokens on arrival; the profile's threshold for all", _infaas),
-    System("llumnix", "one queue, moves at block ends; the profile's threshold for all", _llumnix),
     System(
-        "proteus", "a mixture of thresholds for the rate of arrivals, kept by each request; else as infaas", _proteus
+        "infaas",
+        "least-loaded by tokens on arrival; the profile's threshold for all",
+        partial(_least_loaded, binds=True),
+        follows=False,
+    ),
+    System(
+        "llumnix",
+        "one queue, moves at block ends; the profile's threshold for all",
+        partial(_least_loaded, binds=False),
+        follows=False,
+    ),
+    System(
+        "proteus",
+        "a mixture of thresholds for the rate of arrivals, kept by each request; else as infaas",
+        _proteus,
+        follows=False,
+    ),
+    System(
+        "infaas-drop",
+        "infaas; who waits past its deadline is dropped",
+        partial(_least_loaded, binds=True, drop_late=True),
+        follows=False,
+    ),
+    System(
+        "llumnix-drop",
+        "llumnix; who waits past its deadline is dropped",
+        partial(_least_loaded, binds=False, drop_late=True),
+        follows=False,
     ),
     System("no-load-control", "no caps", partial(_live, controller={"load_control": False})),
     System(
