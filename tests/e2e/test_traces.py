@@ -1,11 +1,15 @@
-"""What a collector is told of a call through the whole stack: one tree of spans over all its services."""
+"""What the whole stack tells of a call: one tree of spans over all its services, log lines of that trace, metrics."""
 
 import asyncio
+import contextlib
+import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -17,7 +21,8 @@ from services.profile import load_profile
 from services.telemetry import ADMISSION, BLOCK, MOVE, QUEUE, RESULT
 from tests.integration.stack import Stack, running_stack
 from tests.otlp_receiver import ReceivedSpan, Receiver, receiver
-from tests.waiting import wait_until
+from tests.processes import free_port
+from tests.waiting import until, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -27,6 +32,24 @@ THRESHOLD = 0.9
 NUM_BLOCKS = 3
 MANY_BLOCKS = 8
 SERVER = 2  # OTLP's number for that kind of span
+
+
+def two_free_ports() -> int:
+    """The first of two that follow each other."""
+    while True:
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            second.bind(("127.0.0.1", port + 1))
+            return port
+
+
+METRICS_PORTS = {
+    "scheduler": free_port(),
+    "threshold_controller": free_port(),
+    "step_predictor": free_port(),
+    "worker": two_free_ports(),  # of the first; the second's is the next
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +67,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, profile: Path, collector: R
         TEDISERVE_TELEMETRY_SEND_EVERY_S="0.1",
         TEDISERVE_SCHEDULER_ADMISSION="reject",
         TEDISERVE_LOG_LEVEL="DEBUG",
+        **{f"TEDISERVE_{name.upper()}_METRICS_PORT": str(port) for name, port in METRICS_PORTS.items()},
     ) as stack:
         asyncio.run(stack.until_whole())
         yield stack
@@ -213,6 +237,66 @@ def test_a_call_that_is_refused_ends_with_what_was_wrong(client: OpenAI, collect
     assert not admission.failed, "it was refused later, by the scheduler"
 
 
+COUNTED = {
+    "gateway": {
+        'tediserve_e2e_request_latency_seconds_count{tier="default"}',
+        'tediserve_request_slo_total{outcome="met",tier="default"}',
+        "tediserve_request_steps_count",
+        "tediserve_prompt_tokens_total",
+        "tediserve_generation_tokens_total",
+        'tediserve_requests_ended_total{reason="length",state="finished"}',
+    },
+    "scheduler": {
+        'tediserve_request_queue_time_seconds_count{priority="0"}',
+        "tediserve_scheduler_instances",
+        'tediserve_lease_held{lease="scheduler"}',
+    },
+    "threshold_controller": {'tediserve_lease_held{lease="threshold-controller"}'},
+    "step_predictor": {"tediserve_step_predictor_error_ratio_count"},
+    "worker": {"tediserve_worker_step_threshold_count", "tediserve_worker_tokens_committed_total"},
+}
+
+
+async def test_a_call_is_counted_by_every_service(
+    client: OpenAI, traced: Stack, profile: Path, block_size: int
+) -> None:
+    services = COUNTED.keys() - (set() if (profile / "step_predictor.onnx").exists() else {"step_predictor"})
+    before = {service: samples(traced, service) for service in services}
+    for seed in range(2):  # whichever instances take them
+        client.chat.completions.create(
+            model=client.models.list().data[0].id,
+            messages=QUESTION,
+            seed=seed,
+            max_tokens=NUM_BLOCKS * block_size,
+            extra_body={"ignore_eos": True, "slo_ms": 60_000},
+        )
+
+    def uncounted() -> list[str]:
+        found = []
+        for service in services:
+            now = samples(traced, service)
+            for name in COUNTED[service]:
+                least = before[service].get(name, 0) + 1 if name.partition("{")[0].endswith(("_total", "_count")) else 1
+                found += [name] if now.get(name, 0) < least else []
+        return found
+
+    with contextlib.suppress(AssertionError):
+        await until(lambda: not uncounted(), "all is counted", 20)
+    assert uncounted() == []
+
+
+def samples(stack: Stack, service: str) -> dict[str, float]:
+    """What a service tells, by name and labels; over all workers, and over the labels of an error."""
+    first = METRICS_PORTS.get(service, stack.port)
+    found: dict[str, float] = {}
+    for port in (first, first + 1) if service == "worker" else (first,):
+        told = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+        for name, value in re.findall(r"^(\w+(?:{[^}]*})?) (\S+)$", told, re.MULTILINE):
+            name = re.sub(r"(_error_ratio_count){.*}", r"\1", name)
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
 async def test_a_move_lies_between_the_blocks_of_two_instances(
     traced: Stack, collector: Receiver, block_size: int
 ) -> None:
@@ -251,3 +335,37 @@ async def test_a_move_lies_between_the_blocks_of_two_instances(
     assert {block.attributes[t.INSTANCE_ID] for block in blocks[len(before) :]} == {taken}
     assert all(block.resource["service.instance.id"] == block.attributes[t.INSTANCE_ID] for block in blocks)
     assert root.attributes[t.MOVES] == 1
+
+
+async def test_every_line_about_a_call_names_its_trace(traced: Stack, block_size: int) -> None:
+    """From its arrival to its cancellation; the controller's lines are about all requests of an instance."""
+    trace_id = f"{3:032x}"
+    request_id = ""
+    async with AsyncOpenAI(base_url=f"{traced.url}/v1", api_key="none", timeout=60) as client:
+        chunks = await client.chat.completions.create(
+            model=(await client.models.list()).data[0].id,
+            messages=QUESTION,
+            temperature=2,
+            max_tokens=MANY_BLOCKS * block_size,
+            stream=True,
+            extra_headers={"traceparent": traceparent(trace_id)},
+            extra_body={"ignore_eos": True, "threshold": THRESHOLD, "watch": True},
+        )
+        async for chunk in chunks:
+            request_id = chunk.id.removeprefix("chatcmpl-")
+            if "step" in (chunk.model_dump().get("tediserve") or {}):
+                break
+        await chunks.close()
+
+    def lines() -> list[str]:
+        logs = [path for path in (traced.data / "log").glob("*.log") if path.stem != "threshold-controller"]
+        return [line for path in logs for line in path.read_text().splitlines() if request_id in line]
+
+    def told(*words: str) -> bool:
+        return any(all(word in line for word in words) for line in lines())
+
+    for words in ("POST /v1/chat/completions", "SendAssign", "Purge"):
+        await until(lambda w=words: told(w), f"{words} is logged", 20)  # type: ignore[misc]
+    # unless the worker was faster than we hung up
+    await until(lambda: told("dropped", "cancelled") or told("Purge", "finished"), "the worker has dropped it", 20)
+    assert [line for line in lines() if f"[trace {trace_id}]" not in line] == []
