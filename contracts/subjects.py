@@ -144,7 +144,7 @@ CHANNELS: tuple[Channel, ...] = (
     ),
     Channel("inst.*.assign", m.Assign, "request", ("scheduler",), ("worker",), (m.Accepted, m.Refused)),
     Channel("inst.*.release", m.Release, "request", ("scheduler",), ("worker",), (m.Accepted, m.Refused)),
-    Channel("inst.*.drain", m.Drain, "request", ("cli",), ("worker",), (m.Accepted,)),
+    Channel("inst.*.drain", m.Drain, "request", ("agent", "cli"), ("worker",), (m.Accepted,)),
     Channel("inst.*.thresholds", m.Thresholds, "publish", ("threshold-controller",), ("worker",)),
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
     Channel(DRAIN, m.DrainNotice, "request", ("worker",), ("scheduler",), (m.Accepted,)),
@@ -172,6 +172,16 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(WORKLOAD, m.WorkloadSnapshot, "stream", ("workload-monitor",), ("reconfigurator",)),
     Channel(PLAN, m.ClusterPlan, "stream", ("reconfigurator",), ("agent", "reconfigurator", "gateway", "cli")),
 )
+
+
+# The lease of each service of which one acts: its key in the bucket CLUSTER.
+LEASES: dict[Service, str] = {
+    "scheduler": LEASE_KEY,
+    "reconfigurator": RECONFIGURATOR_LEASE_KEY,
+    "threshold-controller": CONTROLLER_LEASE_KEY,
+}
+
+STREAM_MAKER: Service = "scheduler"  # makes the streams and keeps their settings; everybody else waits for them
 
 
 def channels_heard_by(service: Service) -> Iterable[Channel]:

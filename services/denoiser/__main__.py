@@ -10,6 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from services import runtime
+from services.denoiser.adoption import Origin, is_locked, origin_of
 from services.denoiser.config import AgentConfig, WorkerConfig
 from services.denoiser.spawn import start_ranks
 from services.profile import load_profile
@@ -55,11 +56,8 @@ def main() -> None:
 
 
 def run_worker() -> None:
-    from services.denoiser.agent import AGENT_PID
-    from services.denoiser.lifeline import tie_to_parent
-
-    if agent_pid := os.environ.get(AGENT_PID):
-        tie_to_parent(int(agent_pid))
+    if origin := origin_of(os.environ):
+        tie_to_agent(origin)
     config = load_section(WorkerConfig, "worker")
     profile = load_profile(config.profile)  # a mistake in it is told before torch has loaded
     if config.tp_degree:
@@ -73,11 +71,27 @@ def run_worker() -> None:
     runtime.main(name, partial(serve, config=config, profile=profile, ranks=ranks), metrics_port=config.metrics_port)
 
 
+def tie_to_agent(origin: Origin) -> None:
+    """This worker ends with its agent, or, where it shall outlive it, with its lifelines."""
+    from services.denoiser.lifeline import leave_if_orphaned, tie_to, tie_to_parent
+
+    if not origin.lock_file:
+        tie_to_parent(origin.agent_pid)
+        return
+    for lifeline in origin.lifelines:
+        tie_to(partial(is_locked, lifeline.file), lifeline.limit_s, name=f"lifeline {lifeline.file}")
+    leave_if_orphaned(origin.agent_pid)  # whoever comes after it may not have seen this process
+
+
 def run_agent() -> None:
-    from services.denoiser.agent import serve
+    from services.denoiser.adoption import take_lock
+    from services.denoiser.agent import lock_file_of, serve
 
     config = load_section(AgentConfig, "agent")
-    runtime.main("agent", partial(serve, config=config), metrics_port=config.metrics_port)
+    lock_file = lock_file_of(config)
+    if lock_file is not None:
+        take_lock(lock_file)
+    runtime.main("agent", partial(serve, config=config, lock_file=lock_file), metrics_port=config.metrics_port)
 
 
 def tp_degrees(text: str) -> list[int]:

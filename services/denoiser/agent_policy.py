@@ -11,7 +11,9 @@
 6. One that exits by itself is started anew: at once the first time, then after a pause that doubles with each further
    loss, up to a limit. Who was ready for `healthy_after_s` starts again with a clean record. A wrong configuration does
    not mend itself: it waits as long as the limit says at once.
-7. Asked to stop, it wants nothing any more, and finishes when all are gone.
+7. What a last agent has left running is in its slot from the start: it runs on if it is wanted, and is asked to drain
+   if it is not, or was started with other settings.
+8. Asked to stop, it wants nothing any more, and finishes when all are gone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,6 +61,14 @@ class Began(Event, frozen=True, kw_only=True):
     """The agent runs, and has seen the plan, if there is one."""
 
 
+class Found(Event, frozen=True, kw_only=True):
+    """A last agent has left this running. Before Began."""
+
+    wanted: m.PlannedInstance  # as what it was started
+    instance_id: str
+    outdated: bool = False  # it would be started with other settings now
+
+
 class PlanSeen(Event, frozen=True, kw_only=True):
     """The plan of the cluster has changed."""
 
@@ -102,7 +112,7 @@ class StopAsked(Event, frozen=True, kw_only=True):
     """The process shall end."""
 
 
-AgentEvent: TypeAlias = Began | PlanSeen | Started | StartFailed | Ready | Exited | Tick | StopAsked
+AgentEvent: TypeAlias = Began | Found | PlanSeen | Started | StartFailed | Ready | Exited | Tick | StopAsked
 
 
 # --- commands -----------------------------------------------------------------------------------------------------
@@ -157,6 +167,7 @@ class _Slot:
         self.wanted = wanted
         self.state: SlotState = "waiting"
         self.spawning = False  # a Start is under way
+        self.outdated = False  # its process was started with other settings
         self.instance_id = ""  # "": no process
         self.ready_since: float | None = None
         self.losses = 0  # in a row
@@ -214,6 +225,8 @@ class AgentPolicy:
         match event:
             case Began():
                 self._began = True
+            case Found():
+                self._note_found(event)
             case PlanSeen():
                 self._note_plan(event.plan)
             case Started():
@@ -254,6 +267,11 @@ class AgentPolicy:
         self._revision = plan.revision
         self._wanted = {wanted.slot_id: wanted for wanted in mine.instances}
 
+    def _note_found(self, event: Found) -> None:
+        assert not self._began
+        slot = self._slots[event.wanted.slot_id] = _Slot(event.wanted)
+        slot.state, slot.instance_id, slot.outdated = "starting", event.instance_id, event.outdated
+
     def _note_started(self, slot: _Slot, instance_id: str) -> None:
         slot.spawning, slot.instance_id, slot.ready_since = False, instance_id, None
 
@@ -268,7 +286,7 @@ class AgentPolicy:
         return self._lose(slot, event.detail, now, wrong_config=event.wrong_config)
 
     def _lose(self, slot: _Slot, detail: str, now: float, *, wrong_config: bool = False) -> list[AgentCommand]:
-        slot.spawning, slot.instance_id, slot.ready_since = False, "", None
+        slot.spawning, slot.instance_id, slot.ready_since, slot.outdated = False, "", None, False
         if slot.state == "stopping":
             del self._slots[slot.id]
             return []
@@ -318,7 +336,7 @@ class AgentPolicy:
                 slot.kill_at = 0.0
                 return [Kill(slot_id=slot.id)]
             return []
-        if self._wanted.get(slot.id) == slot.wanted:
+        if self._wanted.get(slot.id) == slot.wanted and not slot.outdated:
             return []
         if not slot.has_process:
             del self._slots[slot.id]

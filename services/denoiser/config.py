@@ -47,11 +47,17 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     backoff_first_s: float = 0.5  # before the second restart in a row; the first comes at once
     backoff_limit_s: float = 10.0  # it doubles up to here; a wrong configuration waits so long at once
     healthy_after_s: float = 30.0  # a worker that was ready for so long starts anew with a clean record
+    run_folder: str = ""  # Linux: it locks a file there, its workers outlive it, and the next agent adopts them
+    orphan_limit_s: float = 60.0  # for which they run without an agent; where there is no run_folder they end with it
+    lifeline: str = ""  # a file that the agent's supervisor keeps locked: workers end when it does, at once
 
     def __post_init__(self) -> None:
         _check_token("node_id", self.node_id)
         _check_positive(self, "status_every_s", "stop_limit_s", "backoff_first_s", "backoff_limit_s", "healthy_after_s")
+        _check_positive(self, "orphan_limit_s")
         _check_port(self.metrics_port)
+        if self.lifeline and not self.run_folder:
+            raise ValueError("lifeline: without a run_folder workers end with their agent")
         if not 0 <= self.workers <= 1024:
             raise ValueError(f"workers: {self.workers} is not between 0 and 1024")
         check_devices(self.devices)

@@ -1,4 +1,4 @@
-"""Ties a process to the life of its parent, a worker to its agent and a rank to its worker; and how a process ended."""
+"""Ties a process to another's life, a worker to its agent's and a rank to its worker's; and how a process ended."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
@@ -17,16 +18,32 @@ def tie_to_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent_pid,), name="lifeline", daemon=True).start()
-    _leave_if_orphaned(parent_pid)  # it may have died before the kernel was asked
+    leave_if_orphaned(parent_pid)  # it may have died before the kernel was asked
+
+
+def tie_to(lives: Callable[[], bool], limit_s: float, *, name: str) -> None:
+    """From now on this process ends once `lives` has said no for `limit_s` seconds on end."""
+    threading.Thread(target=_end_without, args=(lives, limit_s), name=name, daemon=True).start()
+
+
+def _end_without(lives: Callable[[], bool], limit_s: float) -> None:
+    lived_at = time.monotonic()
+    while True:
+        if lives():
+            lived_at = time.monotonic()
+        elif time.monotonic() - lived_at >= limit_s:
+            os._exit(1)
+        time.sleep(_POLL_S)
 
 
 def _watch(parent_pid: int) -> None:
     while True:
         time.sleep(_POLL_S)
-        _leave_if_orphaned(parent_pid)
+        leave_if_orphaned(parent_pid)
 
 
-def _leave_if_orphaned(parent_pid: int) -> None:
+def leave_if_orphaned(parent_pid: int) -> None:
+    """Ends this process if that is not its parent, which so must have died."""
     if os.getppid() != parent_pid:
         os._exit(1)
 

@@ -231,7 +231,7 @@ class Worker:
     async def _on_drain(self, _: m.Drain) -> m.Accepted:
         """As SIGTERM, which may still come: it changes nothing then."""
         if not self._drain_asked.done():
-            logger.info("an operator asks to drain")
+            logger.info("it is asked to drain")
             self._drain_asked.set_result(None)
         return m.Accepted()
 

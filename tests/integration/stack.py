@@ -92,9 +92,13 @@ class Stack:
         return int(self.status()["services"][service])
 
     def worker_pids(self) -> dict[str, int]:
-        """By instance id."""
-        workers = psutil.Process(self.pid("agent")).children()
-        return {worker.environ()["TEDISERVE_WORKER_INSTANCE_ID"]: worker.pid for worker in workers}
+        """By instance id: the agent's children, and those that it has adopted."""
+        found = {}
+        for process in self._descendants():
+            with contextlib.suppress(psutil.Error):  # one that has just ended
+                if process.cmdline()[-1:] == ["worker"]:
+                    found[process.environ()["TEDISERVE_WORKER_INSTANCE_ID"]] = process.pid
+        return found
 
     async def busiest_worker(self, at_least: int) -> int:
         """The process that holds the most requests, once it holds `at_least` so many."""

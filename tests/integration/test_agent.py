@@ -62,6 +62,48 @@ async def test_its_death_takes_the_workers_with_it_even_stopped_ones(stage: Stag
     await until(lambda: all(is_gone(worker.pid) for worker in workers), "they are gone", 10)
 
 
+async def test_with_a_run_folder_they_outlive_it_and_the_next_agent_adopts_them(stage: Stage, tmp_path: Path) -> None:
+    agent, ids = await running_agent(stage, run_folder=tmp_path)
+    workers = {child.environ()["TEDISERVE_WORKER_INSTANCE_ID"]: child for child in children(agent)}
+    second = stage.start("agent", node_id="node", run_folder=tmp_path)
+    assert await second.exit_code() == 2
+    assert "an agent of this node runs already" in second.log
+    request, another = stage.served.request(0), stage.served.request(1)
+    assert await stage.assign(ids[0], request) == m.Accepted()
+    agent.kill()
+    stage.nodes.clear()
+    agent, again = await running_agent(stage, run_folder=tmp_path)
+    assert again == ids
+    assert children(agent) == []
+    stage.check_answer(0, await stage.until_state(request, "finished"))
+    assert len({record.holder for record in stage.history(request)}) == 1
+
+    workers[ids[1]].kill()
+    await until(lambda: stage.lost, "an adopted one that ends is announced")
+    assert [lost.instance_id for lost in stage.lost] == [ids[1]]
+    await until(lambda: [s for _, s in states(stage)] == ["running"] * 2, "another runs", 60)
+    assert states(stage)[0][0] == ids[0]
+    started = children(agent)
+    assert len(started) == 1
+
+    assert await stage.assign(ids[0], another) == m.Accepted()
+    agent.signal(signal.SIGTERM)
+    stage.check_answer(1, await stage.until_state(another, "finished"))
+    assert await agent.exit_code() == 0
+    assert all(is_gone(worker.pid) for worker in [*workers.values(), *started])
+
+
+async def test_what_is_left_running_with_other_settings_drains_and_starts_anew(stage: Stage, tmp_path: Path) -> None:
+    settings = {"run_folder": tmp_path, "workers": 1}
+    agent = stage.start("agent", node_id="node", **settings)
+    await until(lambda: [s for _, s in states(stage)] == ["running"], "it runs", 60)
+    ((first, _),) = states(stage)
+    agent.kill()
+    stage.start("agent", node_id="node", orphan_limit_s=50, **settings)
+    await until(lambda: [i for i, s in states(stage) if s == "running"] not in ([], [first]), "another runs", 60)
+    assert [lost.instance_id for lost in stage.lost] == [first]
+
+
 async def test_asked_to_stop_it_drains_the_workers_and_leaves_nothing_behind(stage: Stage) -> None:
     agent, ids = await running_agent(stage)
     request = stage.served.request(1)

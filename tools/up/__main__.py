@@ -18,6 +18,7 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from services.profile import load_profile
 from services.reconfigurator.config import ReconfiguratorConfig
 from services.settings import ConfigError, load_section
 from services.step_predictor.config import MODEL_FILE as PREDICTOR_FILE
+from tools.secrets.store import Secrets, make_secrets
 from tools.up import children
 from tools.up.config import UpConfig
 from tools.up.plan import processes_of
@@ -56,16 +58,21 @@ def main(arguments: Sequence[str]) -> int:
         config.folder.mkdir(parents=True, exist_ok=True)
         with _lock(config):
             _check_ports(config)
-            return asyncio.run(_up(config, model, nats_server, verbose=options.verbose))
+            secrets = _secrets(config)
+            return asyncio.run(_up(config, model, nats_server, secrets, verbose=options.verbose))
     except (ConfigError, CannotStart) as error:
         _complain(str(error))
         return 2
 
 
-def sample_call(url: str, model: str) -> str:
-    """A curl command with the sample problem."""
+def sample_call(url: str, model: str, secrets: Secrets | None = None) -> str:
+    """A curl command with the sample problem, for a shell."""
     body = {"model": model, "messages": [{"role": "user", "content": SAMPLE_PROBLEM}]}
-    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    trust = ""
+    if secrets:
+        trust = f' --cacert {shlex.quote(str(secrets.ca))} -H "Authorization: Bearer $(cat {secrets.api_key})"'
+    json_body = f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    return f"curl -s {url}/v1/chat/completions{trust} {json_body}"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -76,6 +83,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", help="folder of the profile (profiles/tiny-cpu)")
     parser.add_argument("--workers", help="number of instances (2)")
     parser.add_argument("--data", help="folder of store, logs and status (var)")
+    parser.add_argument(
+        "--secure",
+        action="store_const",
+        const="true",
+        help="HTTPS and API keys for clients, TLS and keys at NATS; made once, in the folder `secrets` of the data",
+    )
     parser.add_argument("--verbose", action="store_true", help="show all that the services log, not only warnings")
     parser.add_argument("--down", action="store_true", help="stop the stack that runs in the data folder")
     return parser.parse_args(arguments)
@@ -89,6 +102,17 @@ def _read_config(options: argparse.Namespace) -> UpConfig:
         if name in UpConfig.__struct_fields__ and value is not None
     }
     return load_section(UpConfig, "up", os.environ | chosen)
+
+
+def _secrets(config: UpConfig) -> Secrets | None:
+    """Those of the data folder, if the stack is to be secure. Raises CannotStart."""
+    if not config.secure:
+        return None
+    hosts = [*{"127.0.0.1", "::1", "localhost", socket.gethostname(), config.connect_host}]
+    try:
+        return make_secrets(config.folder / "secrets", hosts)
+    except (OSError, ValueError) as error:
+        raise CannotStart(f"the secrets cannot be made or read: {error}") from None
 
 
 def _nats_server() -> str:
@@ -106,7 +130,7 @@ def _nats_server() -> str:
 @contextlib.contextmanager
 def _lock(config: UpConfig) -> Iterator[None]:
     """Holds the data folder. Raises CannotStart where another stack does."""
-    with (config.folder / "up.lock").open("a") as lock:
+    with config.lock_file.open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -175,11 +199,13 @@ class _AskedToStop(Exception):
     """By a signal."""
 
 
-async def _up(config: UpConfig, model: str, nats_server: str, *, verbose: bool) -> int:
+async def _up(config: UpConfig, model: str, nats_server: str, secrets: Secrets | None, *, verbose: bool) -> int:
     children.adopt_orphans()
     has_predictor = (Path(config.profile) / PREDICTOR_FILE).exists()
     reconfigures = load_section(ReconfiguratorConfig, "reconfigurator").enabled
-    processes = processes_of(config, nats_server, has_predictor=has_predictor, reconfigures=reconfigures)
+    processes = processes_of(
+        config, nats_server, has_predictor=has_predictor, reconfigures=reconfigures, secrets=secrets
+    )
     supervisor = Supervisor(processes, config.folder, _say, verbose=verbose)
     supervisor.note(url=config.url, port=config.port, nats_url=config.nats_url)
     asked = _on_signals(supervisor)
@@ -189,7 +215,7 @@ async def _up(config: UpConfig, model: str, nats_server: str, *, verbose: bool) 
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(supervisor.run())
-                tasks.create_task(_announce(config, model, supervisor))
+                tasks.create_task(_announce(config, model, secrets, supervisor))
                 tasks.create_task(_stop_when(asked))
         except* _AskedToStop:
             print("Stopping ...", flush=True)
@@ -230,27 +256,34 @@ async def _stop_when(asked: asyncio.Event) -> None:
     raise _AskedToStop
 
 
-async def _announce(config: UpConfig, model: str, supervisor: Supervisor) -> None:
+async def _announce(config: UpConfig, model: str, secrets: Secrets | None, supervisor: Supervisor) -> None:
     """Waits until an instance answers, then says how to use it. Raises TimeoutError."""
     started_at = time.monotonic()
     async with asyncio.timeout(config.ready_limit_s):
-        while not await _is_ready(config):  # noqa: ASYNC110  # an event in another process
+        tls = ssl.create_default_context(cafile=secrets.ca) if secrets else None
+        while not await _is_ready(config, tls):  # noqa: ASYNC110  # an event in another process
             await asyncio.sleep(0.1)
     supervisor.note(ready=True)
     took_s = time.monotonic() - started_at
     print(
         f"Ready after {took_s:.1f} s: {config.url}/v1 speaks the OpenAI API, model {model}. Try\n"
-        f"\n  {sample_call(config.url, model)}\n"
-        f"\n(the answer ends in {SAMPLE_ANSWER}). Logs: {config.data}/log. Ctrl-C stops it.",
+        f"\n  {sample_call(config.url, model, secrets)}\n"
+        f"\n(the answer ends in {SAMPLE_ANSWER}). Logs: {config.data}/log. Ctrl-C stops it."
+        f"{_how_to_look(config, secrets) if secrets else ''}",
         flush=True,
     )
 
 
-async def _is_ready(config: UpConfig) -> bool:
+def _how_to_look(config: UpConfig, secrets: Secrets) -> str:
+    variables = {"TEDISERVE_NATS_URL": config.nats_url} | secrets.client_variables()
+    return "\nFor `tediserve status`: export " + " ".join(f"{name}={value}" for name, value in variables.items())
+
+
+async def _is_ready(config: UpConfig, tls: ssl.SSLContext | None) -> bool:
     """Whether the gateway says that a request would be run."""
     try:
         async with asyncio.timeout(2):
-            reader, writer = await asyncio.open_connection(config.connect_host, config.port)
+            reader, writer = await asyncio.open_connection(config.connect_host, config.port, ssl=tls)
             try:
                 writer.write(b"GET /health/ready HTTP/1.0\r\nHost: localhost\r\n\r\n")
                 return b" 200 " in await reader.readline()

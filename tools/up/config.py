@@ -13,7 +13,8 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nats_port: int = 4222  # of the nats-server, on 127.0.0.1
     profile: str = "profiles/tiny-cpu"  # folder of the profile that is served
     workers: int = 2  # instances of the model
-    data: str = "var"  # folder of the NATS store, the logs and the status file
+    data: str = "var"  # folder of the NATS store, the logs, the status file and the secrets
+    secure: bool = False  # HTTPS and API keys for clients, TLS and a key of its own for each service at NATS
     ready_limit_s: float = 90.0  # from the start until an instance answers; then it is given up
 
     def __post_init__(self) -> None:
@@ -35,13 +36,18 @@ class UpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def url(self) -> str:
         """The gateway's address for that client."""
-        return f"http://{self.connect_host}:{self.port}"
+        return f"{'https' if self.secure else 'http'}://{self.connect_host}:{self.port}"
 
     @property
     def nats_url(self) -> str:
-        return f"nats://127.0.0.1:{self.nats_port}"
+        return f"{'tls' if self.secure else 'nats'}://127.0.0.1:{self.nats_port}"
 
     @property
     def folder(self) -> Path:
         """`data`, absolute."""
         return Path(self.data).absolute()
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked while the stack runs."""
+        return self.folder / "up.lock"

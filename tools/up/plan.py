@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.secrets.store import Secrets
 from tools.up.config import UpConfig
 
 STOP_ORDER = (
@@ -30,7 +31,7 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 STEADY_S = 10.0
 
-_NATS_CONFIG = Path(__file__).parents[2] / "deploy" / "nats" / "single.conf"
+_NATS_CONFIGS = Path(__file__).parents[2] / "deploy" / "nats"
 
 
 class Process(NamedTuple):
@@ -44,13 +45,28 @@ class Process(NamedTuple):
 
 
 def processes_of(
-    config: UpConfig, nats_server: str, *, has_predictor: bool = False, reconfigures: bool = False
+    config: UpConfig,
+    nats_server: str,
+    *,
+    has_predictor: bool = False,
+    reconfigures: bool = False,
+    secrets: Secrets | None = None,
 ) -> tuple[Process, ...]:
     """The stack. `nats_server`: path of that program; `has_predictor`: whether the profile has a step predictor."""
     shared = {
         "TEDISERVE_NATS_URL": config.nats_url,
         "TEDISERVE_NATS_REPLICAS": "1",
+        **(secrets.client_variables() if secrets else {}),
     }
+    of_gateway = (
+        {
+            "GATEWAY_TLS_CERTIFICATE": secrets.certificate("gateway"),
+            "GATEWAY_TLS_KEY": secrets.private_key("gateway"),
+            "GATEWAY_KEY_FILE": secrets.key_file,
+        }
+        if secrets
+        else {}
+    )
 
     def service(name: str, *command: str, stop_limit_s: float, **environment: object) -> Process:
         own = {f"TEDISERVE_{key}": str(value) for key, value in environment.items()}
@@ -71,7 +87,7 @@ def processes_of(
         ),
     )
     return (
-        Process("nats", _nats_command(config, nats_server), {}, 5.0),
+        Process("nats", _nats_command(config, nats_server), secrets.nats_variables() if secrets else {}, 5.0),
         service("scheduler", "services.scheduler", stop_limit_s=5.0, SCHEDULER_PROFILE=config.profile),
         service(
             "threshold-controller",
@@ -87,6 +103,7 @@ def processes_of(
             GATEWAY_PORT=config.port,
             GATEWAY_PROFILE=config.profile,
             GATEWAY_DRAIN_LIMIT_S=5,  # whoever presses Ctrl-C does not wait for long
+            **of_gateway,
         ),
         service(
             "agent",
@@ -96,6 +113,8 @@ def processes_of(
             AGENT_PROFILE=config.profile,
             AGENT_WORKERS=config.workers,
             AGENT_STOP_LIMIT_S=12,
+            AGENT_RUN_FOLDER=config.folder,
+            AGENT_LIFELINE=config.lock_file,
             **({"AGENT_PLANNED": True} if reconfigures else {}),
             WORKER_DRAIN_LIMIT_S=10,
         ),
@@ -106,7 +125,8 @@ def processes_of(
 
 def _nats_command(config: UpConfig, nats_server: str) -> tuple[str, ...]:
     store = str(config.folder / "nats")
-    return (nats_server, "-c", str(_NATS_CONFIG), "-a", "127.0.0.1", "-p", str(config.nats_port), "-sd", store)
+    file = str(_NATS_CONFIGS / ("single-secure.conf" if config.secure else "single.conf"))
+    return (nats_server, "-c", file, "-a", "127.0.0.1", "-p", str(config.nats_port), "-sd", store)
 
 
 class Restart(NamedTuple):

@@ -15,6 +15,7 @@ from services.denoiser.agent_policy import (
     Began,
     Exited,
     Finish,
+    Found,
     Kill,
     Patience,
     PlanSeen,
@@ -215,6 +216,56 @@ def test_what_the_plan_does_not_want_drains_and_what_needs_its_devices_waits() -
     assert [(i.slot_id, i.state, i.detail, i.restarts) for i in policy.status(0.0).instances] == [
         ("n-1", "starting", "", 0)
     ]
+
+
+def found_by(policy: AgentPolicy, *instances: m.PlannedInstance, **more: bool) -> None:
+    """A last agent has left these running."""
+    for instance in instances:
+        found = Found(wanted=instance, instance_id=f"{instance.slot_id}-a", **more)
+        assert policy.handle(found, 0.0) == [], "nothing is done before all is read"
+
+
+def successor() -> AgentPolicy:
+    return AgentPolicy(PATIENCE, [], node_id="n", devices=range(4), device_kind="cpu", planned=True)
+
+
+def test_what_a_last_agent_has_left_runs_on_where_it_is_wanted_and_else_drains() -> None:
+    policy = successor()
+    found_by(policy, planned("n-0", 0), planned("n-1", 1, 2))
+    policy.handle(plan_seen(planned("n-0", 0), planned("n-2", 2), planned("n-3", 3)), 0.0)
+    assert policy.handle(Began(), 0.0) == [
+        Terminate(slot_id="n-1"),
+        Start(wanted=planned("n-3", 3)),
+        WakeAt(at=35.0),
+    ]
+    policy.handle(Ready(instance_id="n-0-a"), 1.0)
+    policy.handle(Ready(instance_id="n-1-a"), 1.0)
+    assert [(i.instance_id, i.state) for i in policy.status(0.0).instances] == [
+        ("n-0-a", "running"),
+        ("n-1-a", "stopping"),
+        ("n-2", "starting"),
+        ("n-3", "starting"),
+    ]
+    assert policy.handle(exited("n-1"), 2.0) == [lost("n-1"), Start(wanted=planned("n-2", 2))]
+    assert policy.handle(exited("n-0"), 2.0) == [lost("n-0"), Start(wanted=planned("n-0", 0))]
+
+
+def test_what_was_started_with_other_settings_drains_and_starts_anew() -> None:
+    policy = successor()
+    found_by(policy, planned("n-0", 0), outdated=True)
+    policy.handle(plan_seen(planned("n-0", 0)), 0.0)
+    assert policy.handle(Began(), 0.0) == [Terminate(slot_id="n-0"), WakeAt(at=35.0)]
+    assert policy.handle(exited("n-0"), 1.0) == [lost("n-0"), Start(wanted=planned("n-0", 0))]
+    policy.handle(Started(slot_id="n-0", instance_id="n-0-b"), 1.0)
+    assert policy.handle(Tick(), 2.0) == []
+
+
+def test_what_was_left_running_and_ends_before_the_plan_is_read_is_announced_at_once() -> None:
+    policy = successor()
+    found_by(policy, planned("n-0", 0))
+    assert policy.handle(exited("n-0"), 0.5) == [lost("n-0")]
+    policy.handle(plan_seen(planned("n-0", 0)), 0.6)
+    assert policy.handle(Began(), 1.0) == [Start(wanted=planned("n-0", 0))]
 
 
 def test_who_does_not_drain_in_time_is_killed_once() -> None:
