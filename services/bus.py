@@ -10,6 +10,9 @@ What it promises:
    them again. The stream's own bound and the server's flow control limit what can lie in it.
 5. Malformed messages are counted, logged once for each subject pattern, and ignored. Core subscribers that lag lose
    messages; that is counted and logged, and nothing that must not be lost travels that way.
+6. With `nkeys` each service proves who it is with a key of its own, and may say and hear what
+   `contracts/permissions.py` lists. With a `tls://` address or `tls_ca` nothing is said before the server has proved
+   who it is. One that refuses us when we start will do so again: `connect` says why and does not try on (ConfigError).
 """
 
 import asyncio
@@ -17,7 +20,9 @@ import contextlib
 import contextvars
 import logging
 import secrets
+import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -32,6 +37,8 @@ from prometheus_client import Counter
 
 from contracts import codec, subjects
 from contracts.codec import MalformedMessage
+from contracts.permissions import inbox_of
+from services.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +79,11 @@ class NatsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How to reach NATS and how the streams are kept. Table `[nats]`."""
 
     url: str = "nats://127.0.0.1:4222"  # several, separated by commas, for a cluster
-    user: str = ""
+    nkeys: str = ""  # folder with a file <service>.nk for each service that runs here: its secret key (an nkey's seed)
+    tls_ca: str = ""  # PEM file of who signs the servers' certificates; empty with a tls:// address: the system's
+    tls_certificate: str = ""  # PEM files of our own, for servers that ask for a certificate
+    tls_key: str = ""
+    user: str = ""  # for servers that want a password in place of a key
     password: str = ""
     replicas: int = 1  # of each stream; 3 on a cluster
     storage: str = "file"  # or "memory": prompts then never touch a disk
@@ -87,6 +98,40 @@ class NatsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"replicas: {self.replicas} is not 1, 3 or 5")
         if self.max_open_requests < 1:
             raise ValueError(f"max_open_requests: {self.max_open_requests} is not positive")
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError("tls_certificate, tls_key: give both, or none for no certificate of our own")
+        if self.nkeys and self.user:
+            raise ValueError("nkeys, user: give one of them, a server takes either a key or a password")
+
+    @property
+    def servers(self) -> list[str]:
+        return [url.strip() for url in self.url.split(",")]
+
+    def tls(self) -> ssl.SSLContext | None:
+        """How connections are made safe; None: they are not. Raises ConfigError."""
+        if not (self.tls_ca or self.tls_certificate or any(url.startswith("tls://") for url in self.servers)):
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca or None)
+            if self.tls_certificate:
+                context.load_cert_chain(self.tls_certificate, self.tls_key, password="")  # or it asks at the terminal
+        except OSError as error:  # ssl.SSLError is one
+            names = ", ".join(name for name in (self.tls_ca, self.tls_certificate, self.tls_key) if name)
+            raise ConfigError(f"[nats] {names}: no certificates and unencrypted key, both in PEM ({error})") from None
+        return context
+
+    def seed_of(self, service: str) -> str | None:
+        """The service's secret key; None: there are no keys. Raises ConfigError."""
+        if not self.nkeys:
+            return None
+        path = Path(self.nkeys) / f"{service}.nk"
+        try:
+            seed = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"[nats] nkeys: {path}, the key of {service}, cannot be read ({error})") from None
+        if not seed.startswith("SU"):
+            raise ConfigError(f"[nats] nkeys: {path} holds no user's nkey seed: it would begin with SU")
+        return seed
 
 
 class Stored(NamedTuple, Generic[T]):
@@ -123,17 +168,33 @@ class Bus:
         self._settings = settings
         self._logged: set[str] = set()
         self._on_reconnected: list[Callable[[], None]] = []
+        self._streams: set[str] = set()  # that are known to be there
+        self._closed = asyncio.Event()
 
     @classmethod
     async def connect(cls, settings: NatsSettings, name: str) -> "Bus":
-        """Connects, waiting up to `connect_limit_s`. Raises BusTimeout."""
+        """Connects as the service that `name` begins with, waiting up to `connect_limit_s`.
+
+        Raises BusTimeout, and ConfigError where the server refuses us or is not the one that it should be.
+        """
+        service = name.partition(" ")[0]
         client = Client()
         bus = cls(client, settings)
+        tls, seed = settings.tls(), settings.seed_of(service)
+        connected = False
+        last_error: Exception | None = None
 
         async def on_error(error: Exception) -> None:
+            nonlocal last_error
+            last_error = error
+            refusal = _refusal(error, service)
+            if refusal and not connected:
+                raise ConfigError(f"NATS at {settings.url}: {refusal}")  # out of client.connect, which else tries on
             if isinstance(error, nats.errors.SlowConsumerError):
                 SLOW.labels(_pattern(error.subject)).inc()
                 logger.error("slow consumer: a message on %s was dropped", error.subject)
+            elif refusal or "permissions violation" in str(error).lower():
+                bus._log_once(f"NATS: {refusal or error}")
             elif isinstance(error, (OSError, nats.errors.Error, asyncio.TimeoutError)):
                 logger.debug("nats: %r", error)  # disconnected and reconnected tell the story
             else:
@@ -142,6 +203,9 @@ class Bus:
         async def on_disconnected() -> None:
             if not client.is_closed:  # by ourselves
                 logger.warning("connection to NATS lost")
+
+        async def on_closed() -> None:
+            bus._closed.set()
 
         async def on_reconnected() -> None:
             RECONNECTS.inc()
@@ -152,12 +216,17 @@ class Bus:
         try:
             async with asyncio.timeout(settings.connect_limit_s):
                 await client.connect(
-                    servers=[url.strip() for url in settings.url.split(",")],
+                    servers=settings.servers,
                     name=name,
                     user=settings.user or None,
                     password=settings.password or None,
+                    nkeys_seed_str=seed,
+                    tls=tls,
+                    tls_handshake_first=tls is not None,  # else a server that has no TLS would get everything in clear
+                    inbox_prefix=inbox_of(service),
                     error_cb=on_error,
                     disconnected_cb=on_disconnected,
+                    closed_cb=on_closed,
                     reconnected_cb=on_reconnected,
                     ping_interval=1,
                     max_outstanding_pings=2,
@@ -167,8 +236,18 @@ class Bus:
                     pending_size=16 * 2**20,
                 )
         except TimeoutError:
-            raise BusTimeout(f"no NATS at {settings.url} within {settings.connect_limit_s:g} s") from None
+            why = f" ({last_error})" if last_error and str(last_error) else ""
+            raise BusTimeout(f"no NATS at {settings.url} within {settings.connect_limit_s:g} s{why}") from None
+        except ConfigError:
+            await bus.close(drain=False)
+            raise
+        connected = True
         return bus
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.error("%s (logged once)", text)
 
     @property
     def result_retention_s(self) -> float:
@@ -182,6 +261,11 @@ class Bus:
     def on_reconnected(self, handler: Callable[[], None]) -> None:
         """Calls `handler` each time after a lost connection has been re-made."""
         self._on_reconnected.append(handler)
+
+    async def watch(self) -> None:
+        """Raises BusTimeout when NATS has ended the connection for good, as when our key is taken from it."""
+        await self._closed.wait()
+        raise BusTimeout(f"NATS has ended the connection: {self._client.last_error}")
 
     async def close(self, drain: bool = True) -> None:
         """Delivers what is buffered and handled, within 5 s, then closes. Raises nothing of what may go wrong.
@@ -264,7 +348,10 @@ class Bus:
     # --- durable ---------------------------------------------------------------------------------------------------
 
     async def ensure_streams(self) -> None:
-        """Creates the streams that are missing; waits for JetStream up to `connect_limit_s`. Raises BusTimeout."""
+        """Creates the streams that are missing; waits for JetStream up to `connect_limit_s`. Raises BusTimeout.
+
+        The scheduler does (contracts/subjects.py, STREAM_MAKER); who follows one waits for it.
+        """
         s = self._settings
         storage = api.StorageType.MEMORY if s.storage == "memory" else api.StorageType.FILE
         shared: dict[str, Any] = {"storage": storage, "num_replicas": s.replicas, "allow_direct": True}
@@ -392,8 +479,10 @@ class Bus:
     ) -> Follower:
         """Calls `handler(message, sequence)` with all that is stored on the subject, then with what comes.
 
-        A message that `subject_of` would have put on another subject is malformed too. Raises BusTimeout.
+        Waits up to `connect_limit_s` for the stream to be made. A message that `subject_of` would have put on another
+        subject is malformed too. Raises BusTimeout.
         """
+        await self._await_stream(stream)
         follower = Follower()
 
         async def on_message(msg: Msg) -> None:
@@ -428,6 +517,23 @@ class Bus:
             follower._caught_up.set()
         return follower
 
+    async def _await_stream(self, name: str) -> None:
+        limit_s = self._settings.connect_limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not await self._has_stream(name):  # noqa: ASYNC110  # an event in another process
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            maker = subjects.STREAM_MAKER
+            raise BusTimeout(f"no stream {name} within {limit_s:g} s: the {maker}, which makes it, must run") from None
+
+    async def _has_stream(self, name: str) -> bool:
+        if name not in self._streams:
+            with contextlib.suppress(nats.errors.Error, nats.js.errors.Error, TimeoutError):
+                await self._js.stream_info(name)
+                self._streams.add(name)
+        return name in self._streams
+
     def _decode(self, msg: Msg, wanted: type[T], subject_of: Callable[[T], str] | None = None) -> T | None:
         try:
             message = codec.decode(msg.data, wanted)
@@ -455,6 +561,24 @@ def _trace_headers() -> dict[str, str] | None:
 
 def _enter_trace(msg: Msg) -> None:
     trace_parent.set((msg.headers or {}).get("traceparent", ""))
+
+
+def _refusal(error: Exception, service: str) -> str:
+    """What is wrong and what would be right, if the error means that trying again is of no use; else empty."""
+    text = str(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"its certificate is not trusted ({error.verify_message}): [nats] tls_ca must name the file of who signed"
+            " it, and it must be made out to the name in [nats] url"
+        )
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return "does not begin with TLS: give it `tls { handshake_first: auto }`, or use no tls:// and no [nats] tls_ca"
+    if "authorization violation" in text.lower():
+        return (
+            f"refuses us as {service}: its key or password is missing or wrong; see [nats] nkeys, and that the server"
+            " has the public key that belongs to it"
+        )
+    return ""
 
 
 def _pattern(subject: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from prometheus_client import start_http_server
 
+from contracts.subjects import STREAM_MAKER
 from services import telemetry
 from services.bus import Bus, BusTimeout, NatsSettings, trace_parent
 from services.settings import ConfigError, load_section
@@ -148,14 +149,19 @@ async def _run(
         if metrics_port:
             start_http_server(metrics_port)
         bus = await Bus.connect(nats_settings, name)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 2
     except (BusTimeout, OSError) as error:
         logger.error("%s", error)
         return 1
     runtime = Runtime(name, bus)
     _handle_signals(runtime)
     drain = True
+    runtime.spawn(bus.watch(), name="connection")
     try:
-        await bus.ensure_streams()
+        if name == STREAM_MAKER:
+            await bus.ensure_streams()
         await serve(runtime)
         return 0
     except Stop as stop:
@@ -227,3 +233,9 @@ def set_up_logging(service: str) -> None:
     handler.setFormatter(_JsonFormatter(service) if settings.format == "json" else _TextFormatter(service))
     logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # the bus tells what matters
+    logging.getLogger("asyncio").addFilter(_not_of_nats_tls)
+
+
+def _not_of_nats_tls(record: logging.LogRecord) -> bool:
+    """nats-py begins TLS on a connection that was plain, and asyncio says so at its end, which helps nobody."""
+    return "eof_received() has no effect" not in record.msg

@@ -46,6 +46,10 @@ class ServiceProcess:
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
 
+    def set(self, **variables: str) -> None:
+        """More of its environment."""
+        self._environment |= variables
+
     def start(self) -> None:
         """Again, too, once it has ended."""
         with self._log_file.open("ab") as log:

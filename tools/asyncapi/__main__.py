@@ -1,4 +1,4 @@
-"""`python -m tools.asyncapi`: writes `docs/asyncapi.yaml` and `docs/contracts.md` from `contracts/`."""
+"""`python -m tools.asyncapi`: writes from `contracts/` what is made of it, in `docs/` and for nats-server."""
 
 import tomllib
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from contracts import permissions
 from tools.asyncapi.document import build
 from tools.asyncapi.page import render
 
@@ -24,7 +25,11 @@ def generated() -> dict[Path, str]:
     """What each file shall hold."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     document = yaml.dump(build(version), Dumper=_Plain, sort_keys=False, width=120, allow_unicode=True)
-    return {ROOT / "docs" / "asyncapi.yaml": HEAD + document, ROOT / "docs" / "contracts.md": render()}
+    return {
+        ROOT / "docs" / "asyncapi.yaml": HEAD + document,
+        ROOT / "docs" / "contracts.md": render(),
+        ROOT / "deploy" / "nats" / "users.conf": permissions.server_config(),
+    }
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""`tediserve status | requests | drain | plan`: what a cluster does, and the order to drain an instance.
+"""`tediserve status | requests | drain | plan | keys`: what a cluster does, the order to drain an instance, API keys.
 
-It needs NATS alone, at the address that the services use: `[nats]` in tediserve.toml, or TEDISERVE_NATS_URL.
+`keys` needs nothing; the others need NATS alone, at the address that the services use: `[nats]` in tediserve.toml, or
+TEDISERVE_NATS_URL.
 Exit codes: 0 done; 1 NATS is not there or does not answer; 2 wrong usage or configuration; 3 there is no such instance;
 4 the instance has not ended in time; 130 interrupted.
 """
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 from contracts.codec import MalformedMessage
 from services.bus import Bus, BusTimeout, NatsSettings
 from services.settings import ConfigError, load_section
+from tools.cli import keys
 from tools.cli.listener import Listener, NotDrained
 from tools.cli.view import UnknownInstance
 
@@ -33,6 +35,8 @@ _CONNECT_LIMIT_S = 5.0
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command line, or these words; returns the exit code."""
     arguments = _parser().parse_args(words)
+    if "local" in arguments:
+        return int(arguments.local(arguments))
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
     logging.getLogger("nats").setLevel(logging.CRITICAL)
     try:
@@ -64,7 +68,7 @@ def _complain(error: object, code: int) -> int:
 
 async def _run(settings: NatsSettings, arguments: argparse.Namespace) -> None:
     limit_s = min(settings.connect_limit_s, _CONNECT_LIMIT_S)
-    bus = await Bus.connect(replace(settings, connect_limit_s=limit_s), "tediserve cli")
+    bus = await Bus.connect(replace(settings, connect_limit_s=limit_s), "cli")
     try:
         listener = Listener(bus)
         await listener.start()
@@ -163,6 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     drain.add_argument("--no-wait", dest="wait", action="store_false", help="do not wait until it is gone")
     drain.add_argument("--limit", type=_positive, default=60.0, metavar="S", help="to wait (default: %(default)g s)")
     _add(commands, "plan", _plan, "what each node shall run, what it runs, and how far a change has come")
+    text = "makes API keys for the gateway, and checks its key file"
+    keys.add_commands(commands.add_parser("keys", help=text, description=text))
     return parser
 
 

@@ -14,7 +14,7 @@ from tools.asyncapi.__main__ import generated
 from tools.asyncapi.document import all_messages, draft_07
 from tools.asyncapi.source import Alias, Field, read
 
-DOCUMENT, PAGE = (path.read_text(encoding="utf-8") for path in generated())
+DOCUMENT, PAGE, _USERS = (path.read_text(encoding="utf-8") for path in generated())
 PARSED: dict[str, Any] = yaml.safe_load(DOCUMENT)
 
 
