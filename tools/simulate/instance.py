@@ -454,7 +454,7 @@ class Instance:
         assert self._tokens == sum(held.canvas_tokens for held in self._running) <= self.settings.kv_tokens
         assert len(self._running) <= self.settings.max_requests
         assert {id(held) for held in self._running} == {id(held) for held in self._held.values() if not held.over}
-        assert self._pass_runs or not self._running
+        assert self._pass_runs or self.gone or not self._running
 
 
 def _candidate(held: _Held) -> Candidate:

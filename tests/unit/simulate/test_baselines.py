@@ -128,3 +128,22 @@ def test_proteus_gives_each_threshold_its_share_of_the_requests_and_follows_the_
     fast = [proteus.choose(40 + n * 0.65 / 2) for n in range(200)]
     assert fast[-100:].count(0.9) == pytest.approx(50, abs=5)
     assert set(fast[-100:]) == {0.7, 0.9}
+
+
+@pytest.mark.parametrize("binds", [True, False])
+def test_who_waits_past_the_deadline_is_dropped_where_that_is_wanted(binds: bool) -> None:
+    for drop_late in (False, True):
+        scheduler = LeastLoaded(Fixed(0.8), binds=binds, migrate=False, drop_late=drop_late)
+        scheduler.handle(status("a"), 0.0)
+        for number in range(4):  # two run, two wait
+            scheduler.handle(e.RequestSeen(make_request(f"r{number}"), number + 1, 0.0, 100.0, 5.0 + number), 0.0)
+        commands = scheduler.handle(status("a"), 7.5)
+        dropped = [c for c in commands if isinstance(c, e.WriteRecord)]
+        assert [(c.record.request_id, c.record.state, c.record.reason, c.after_seq) for c in dropped] == (
+            [("r2", "failed", "expired", 0)] if drop_late else []
+        )
+        if drop_late:
+            ended = scheduler.handle(e.RecordSeen(dropped[0].record, 9), 7.6)
+            assert ended == [e.Purge("r2", "failed")]
+            assert placed(scheduler.handle(record("r0", "finished", 10), 7.7)) == [("r3", "a")]
+        scheduler.check_invariants()

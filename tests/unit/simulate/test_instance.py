@@ -28,6 +28,8 @@ class Outside:
         self.statuses: list[m.InstanceStatus] = []
         self.writes: list[tuple[m.ProgressRecord, int]] = []
         self.courses: dict[str, Course] = {}
+        self.asked_to_drain = 0
+        self.exits: list[tuple[float, str]] = []
         made: dict[str, Any] = {
             "instance_id": "a",
             "model": "made-up",
@@ -52,6 +54,12 @@ class Outside:
 
     def course_of(self, request_id: str) -> Course:
         return self.courses[request_id]
+
+    def ask_to_drain(self, instance_id: str) -> None:
+        self.asked_to_drain += 1
+
+    def note_exit(self, instance: Instance, detail: str) -> None:
+        self.exits.append((self.clock.now, detail))
 
     def assign(self, request_id: str = "r1", *, prompt: int = 0, threshold: float = 0.9, **fields: Any) -> Any:
         self.courses.setdefault(request_id, Counted(COUNTS).start(prompt))
@@ -259,3 +267,57 @@ def test_a_cancelled_request_runs_no_further() -> None:
     outside.run()
     assert outside.courses["r1"].steps == steps
     assert outside.states == []
+
+
+def test_who_drains_takes_nothing_more_and_exits_once_its_records_are_stored() -> None:
+    outside = Outside()
+    outside.assign("r1")
+    outside.instance.drain()
+    outside.instance.drain()
+    assert outside.asked_to_drain == 1
+    assert outside.assign("r2").reason == "draining"
+    outside.run(until=0.1)
+    outside.instance.say_status()
+    assert outside.statuses[-1].draining
+    assert outside.exits == []
+    outside.instance.note_stored(outside.writes[0][0], 1)
+    assert outside.states[-1] == ("r1", "finished", 4)
+    outside.instance.note_stored(outside.writes[-1][0], 2)
+    assert [detail for _, detail in outside.exits] == ["drained"]
+    outside.run()
+    assert len(outside.exits) == 1
+
+
+def test_what_it_still_holds_at_half_of_the_limit_is_released_at_its_block_s_end() -> None:
+    outside = Outside(drain_limit_s=0.02, cost=PassCost(curve=((0.0, 4.0),)))
+    outside.assign("r1")
+    outside.instance.drain()
+    outside.run(until=0.039)
+    assert outside.states == []
+    assert outside.exits == [(0.02, "drain_limit")]
+    patient = Outside(drain_limit_s=0.2, cost=PassCost(curve=((0.0, 4.0),)))
+    patient.assign("r1")
+    patient.instance.drain()
+    patient.run(until=0.12)  # half of the limit lies in the third block, which ends then
+    patient.instance.note_stored(patient.writes[0][0], 1)  # of the first block; the newest goes next
+    assert patient.states == [("r1", "running", 1), ("r1", "released", 3)]
+    patient.instance.note_stored(patient.writes[1][0], 2)
+    assert patient.exits == [(pytest.approx(0.12), "drained")]
+
+
+def test_who_was_lost_goes_on_from_its_last_record() -> None:
+    lost, next_ = Outside(), Outside(instance_id="b")
+    lost.assign()
+    lost.run(until=0.0365)  # in its third block; the record of the second was never stored
+    assert lost.courses["r1"].block_index == 2
+    next_.courses = lost.courses
+    record = lost.writes[0][0]
+    request = make_request("r1", prompt_ids=[1] * 72, max_tokens=128)
+    assign = m.Assign(epoch=1, attempt=2, request=request, threshold=0.9, resume=record, from_seq=3)
+    next_.instance.assign(assign)
+    assert (next_.courses["r1"].block_index, next_.courses["r1"].steps) == (1, 10)
+    next_.run()
+    next_.instance.note_stored(next_.writes[0][0], 4)
+    final = next_.writes[-1][0]
+    assert (final.state, final.attempt, len(final.blocks)) == ("finished", 2, 4)
+    assert sum(block.recompute_steps + block.cache_steps for block in final.blocks) == 40
