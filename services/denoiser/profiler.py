@@ -61,7 +61,7 @@ def profile_latency(
 
 def measure_degree(profile: Profile, tp_degree: int, *, quick: bool, limit_s: float) -> DegreeProfile:
     """Measures at one TP degree and prints what was found. Raises ConfigError, RankFailed."""
-    with _planned_engine(profile, tp_degree, quick=quick) as (engine, mixes):
+    with planned_engine(profile, tp_degree, quick=quick) as (engine, mixes):
         warm_up(engine)
         what = f"profile, TP {tp_degree}"
         passes = measure(engine, mixes, profile.decoding.block_size, what=what, quick=quick, limit_s=limit_s)
@@ -71,7 +71,7 @@ def measure_degree(profile: Profile, tp_degree: int, *, quick: bool, limit_s: fl
 
 
 @contextlib.contextmanager
-def _planned_engine(profile: Profile, tp_degree: int, *, quick: bool) -> Iterator[tuple[Engine, list[Mix]]]:
+def planned_engine(profile: Profile, tp_degree: int, *, quick: bool) -> Iterator[tuple[Engine, list[Mix]]]:
     """An engine of as many ranks, and what to measure of it."""
     torch.set_num_threads(profile.engine.threads)
 

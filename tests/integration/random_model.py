@@ -16,7 +16,7 @@ import random
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,17 @@ _PAD, _EOS, _MASK, _USER, _ASSISTANT, _UNKNOWN = range(len(_SPECIAL))
 _CHARACTERS = string.ascii_letters + string.digits + " .,?+-=#"
 _VOCABULARY = 80
 
-_WIDTH, _LAYERS, _HEADS, _MLP = 256, 4, 4, 704
+
+class Shape(NamedTuple):
+    """How large it is."""
+
+    width: int = 256
+    layers: int = 4
+    heads: int = 4
+    mlp: int = 704
+
+
+WIDE = Shape(width=2048, layers=1, heads=16, mlp=5632)  # two cores make a step of it faster, together, than one
 
 _TEMPLATE = (
     "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}"
@@ -57,6 +67,7 @@ def write_profile(
     time_limit_s: float = 100,
     disturbance: float = 0.0,
     seed: int = 0,
+    shape: Shape = Shape(),  # noqa: B008 (it cannot change)
 ) -> Path:
     """Makes the profile in `folder` and returns that. `degrees`: that it gives latencies for; (): `tp_degree`."""
     model = folder / "model"
@@ -90,9 +101,9 @@ max_pass_tokens = 2048
         "a guess",
         [DegreeProfile(tp_degree=degree, cost=_guess(degree / tp_degree)) for degree in degrees or (tp_degree,)],
     )
-    _write_config(model)
+    _write_config(model, shape)
     _write_tokenizer(model)
-    save_file(_weights(seed, disturbance), model / "model.safetensors")
+    save_file(_weights(shape, seed, disturbance), model / "model.safetensors")
     return folder
 
 
@@ -102,15 +113,15 @@ def _guess(more_ranks: float) -> PassCost:
     return PassCost(curve=((16, 6 * share), (128, 15 * share), (512, 50 * share), (2048, 200 * share)))
 
 
-def _write_config(model: Path) -> None:
+def _write_config(model: Path, shape: Shape) -> None:
     config = {
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",
-        "d_model": _WIDTH,
-        "n_heads": _HEADS,
-        "n_kv_heads": _HEADS,
-        "n_layers": _LAYERS,
-        "mlp_hidden_size": _MLP,
+        "d_model": shape.width,
+        "n_heads": shape.heads,
+        "n_kv_heads": shape.heads,
+        "n_layers": shape.layers,
+        "mlp_hidden_size": shape.mlp,
         "vocab_size": _VOCABULARY,
         "embedding_size": _VOCABULARY,
         "max_sequence_length": MAX_CONTEXT_TOKENS,
@@ -160,39 +171,42 @@ def _write_tokenizer(model: Path) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _weights(seed: int, disturbance: float) -> dict[str, NDArray[Any]]:
+def _weights(shape: Shape, seed: int, disturbance: float) -> dict[str, NDArray[Any]]:
     """Tensors by their names in the checkpoint; each entry is off by a share of about `disturbance`."""
+    width, layers, _, mlp = shape
     rng = np.random.default_rng(seed)
     noise = np.random.default_rng(seed + 1_000_003)
 
     def matrix(rows: int, columns: int, scale: float) -> NDArray[Any]:
         exact = rng.standard_normal((rows, columns)) * scale / columns**0.5
-        return (exact * (1 + disturbance * noise.standard_normal(exact.shape))).astype(np.float32)
+        if disturbance:
+            exact *= 1 + disturbance * noise.standard_normal(exact.shape)
+        return exact.astype(np.float32)
 
     def ones() -> NDArray[Any]:
-        return np.ones(_WIDTH, dtype=np.float32)
+        return np.ones(width, dtype=np.float32)
 
-    head = matrix(_VOCABULARY, _WIDTH, 4.0)
+    head = matrix(_VOCABULARY, width, 4.0)
     head[: len(_SPECIAL)] = 0.0
     head[len(_SPECIAL) + len(_CHARACTERS) :] = 0.0
     tensors = {
-        "model.transformer.wte.weight": matrix(_VOCABULARY, _WIDTH, _WIDTH**0.5),
+        "model.transformer.wte.weight": matrix(_VOCABULARY, width, width**0.5),
         "model.transformer.ln_f.weight": ones(),
         "model.transformer.ff_out.weight": head,
     }
-    for index in range(_LAYERS):
+    for index in range(layers):
         prefix = f"model.transformer.blocks.{index}."
         tensors |= {
             prefix + "attn_norm.weight": ones(),
             prefix + "ff_norm.weight": ones(),
             # sharp attention: positions differ, though all masks look alike
-            prefix + "q_proj.weight": matrix(_WIDTH, _WIDTH, 2.0),
-            prefix + "k_proj.weight": matrix(_WIDTH, _WIDTH, 2.0),
-            prefix + "v_proj.weight": matrix(_WIDTH, _WIDTH, 2.0),
-            prefix + "attn_out.weight": matrix(_WIDTH, _WIDTH, 1.0),
-            prefix + "ff_proj.weight": matrix(_MLP, _WIDTH, 1.0),
-            prefix + "up_proj.weight": matrix(_MLP, _WIDTH, 1.0),
-            prefix + "ff_out.weight": matrix(_WIDTH, _MLP, 1.0),
+            prefix + "q_proj.weight": matrix(width, width, 2.0),
+            prefix + "k_proj.weight": matrix(width, width, 2.0),
+            prefix + "v_proj.weight": matrix(width, width, 2.0),
+            prefix + "attn_out.weight": matrix(width, width, 1.0),
+            prefix + "ff_proj.weight": matrix(mlp, width, 1.0),
+            prefix + "up_proj.weight": matrix(mlp, width, 1.0),
+            prefix + "ff_out.weight": matrix(width, mlp, 1.0),
         }
     return tensors
 

@@ -4,6 +4,7 @@ What changes it is the stored plan, as the reconfigurator's policy would have le
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -54,13 +55,23 @@ class Watched:
     """What the plan and the node say now."""
 
     def __init__(self) -> None:
-        self.plan: m.ClusterPlan | None = None
+        self.plans: list[m.ClusterPlan] = []
         self.node: m.NodeStatus | None = None
+
+    @property
+    def plan(self) -> m.ClusterPlan | None:
+        return self.plans[-1] if self.plans else None
 
     @property
     def wanted(self) -> list[tuple[int, ...]]:
         """Devices of the instances that the plan wants."""
-        return sorted(tuple(i.devices) for node in self.plan.nodes for i in node.instances) if self.plan else []
+        return places_in(self.plan) if self.plan else []
+
+    @property
+    def settled(self) -> list[list[tuple[int, ...]]]:
+        """The layouts so far, each as it was when no rollout was under way any more."""
+        layouts = [places_in(plan) for plan in self.plans if plan.rollout is None]
+        return [layout for layout, _ in itertools.groupby(layouts)]
 
     @property
     def launching(self) -> str:
@@ -74,13 +85,17 @@ class Watched:
         return sorted(instances) == sorted((place, "running") for place in places)
 
 
+def places_in(plan: m.ClusterPlan) -> list[tuple[int, ...]]:
+    return sorted(tuple(instance.devices) for node in plan.nodes for instance in node.instances)
+
+
 @contextlib.asynccontextmanager
 async def watching(stack: Stack) -> AsyncIterator[Watched]:
     watched = Watched()
     async with stack.bus() as bus:
         await bus.subscribe("status.node.*", m.NodeStatus, lambda node: setattr(watched, "node", node))
         follower = await bus.follow(
-            subjects.CLUSTER_STREAM, subjects.PLAN, m.ClusterPlan, lambda plan, _: setattr(watched, "plan", plan)
+            subjects.CLUSTER_STREAM, subjects.PLAN, m.ClusterPlan, lambda plan, _: watched.plans.append(plan)
         )
         await follower.caught_up()
         yield watched
@@ -127,6 +142,7 @@ def kill_launched(stack: Stack, slot_id: str) -> bool:
     [
         pytest.param(kill_service("reconfigurator"), id="reconfigurator"),
         pytest.param(kill_service("agent"), id="agent"),
+        pytest.param(kill_service("nats"), id="nats"),
         pytest.param(kill_launched, id="launched instance"),
     ],
 )

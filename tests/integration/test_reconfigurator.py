@@ -201,25 +201,6 @@ async def move(stage: Stage, plan: m.ClusterPlan, *places: tuple[int, ...]) -> N
     await stage.store(begin(plan, [Place("n", place) for place in places], "the test wants it", time.time()))
 
 
-async def test_the_layout_follows_the_load_there_and_back(stage: Stage) -> None:
-    node = await stage.node()
-    stage.start("workload_monitor", window_s=20, half_life_s=0.5, buckets=200, snapshot_every_s=0.2)
-    reconfigurator = stage.reconfigurator(period_s=0.5)
-    await stage.requests(1, "calm", slo_s=60)
-    await until(lambda: settled(node, (0, 1)), "little is asked for: one instance on both devices", 60)
-    pid = node.status.instances[0].instance_id
-
-    async def flood() -> bool:
-        await stage.requests(25, f"flood-{time.monotonic_ns()}", slo_s=20)
-        return settled(node, (0,), (1,))
-
-    await until(flood, "much is asked for: an instance on each", 60)
-    assert pid not in [instance.instance_id for instance in node.status.instances]
-    await until(lambda: settled(node, (0, 1)), "and back again", 60)
-    assert "change to 1 x TP-2 (today 2 x TP-1)" in reconfigurator.log
-    assert "change to 2 x TP-1 (today 1 x TP-2)" in reconfigurator.log
-
-
 async def test_what_runs_is_adopted_and_stays_without_requests(stage: Stage) -> None:
     node = await stage.node(devices=2, workers=1)
     first = node.status.instances[0].instance_id

@@ -48,7 +48,8 @@ def test_what_is_not_in_the_extra_cannot_be_imported(tmp_path: Path) -> None:
     assert "belongs to no distribution that is installed here" in done.stderr
 
 
-def test_the_control_plane_carries_no_torch() -> None:
+def test_the_control_plane_carries_a_solver_and_no_torch() -> None:
+    assert "highspy" in closure("control")
     assert "torch" not in closure("control")
     assert "torch" in closure("denoiser")
 
