@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from contracts import messages as m
 from services.denoiser.agent_policy import (
@@ -367,7 +367,17 @@ class AnyPlans(RuleBasedStateMachine):
         self.alive: dict[str, tuple[m.PlannedInstance, str]] = {}  # by slot: what a process was started as, its id
         self.asked: set[str] = set()
         self.wanted: list[m.PlannedInstance] = []
+        self.outdated: set[str] = set()  # instance ids
         self.num_started = 0
+
+    @initialize(left=st.dictionaries(st.integers(0, 3), st.booleans(), max_size=3))
+    def begins(self, left: dict[int, bool]) -> None:
+        """What a last agent has left running: by device, whether it is outdated."""
+        for device, outdated in left.items():
+            wanted = planned(f"n-{device}", device)
+            self.alive[wanted.slot_id] = wanted, f"left-{device}"
+            self.outdated |= {f"left-{device}"} if outdated else set()
+            self.handle(Found(wanted=wanted, instance_id=f"left-{device}", outdated=outdated))
         self.handle(Began())
 
     def handle(self, event: Any) -> None:
@@ -431,6 +441,7 @@ class AnyPlans(RuleBasedStateMachine):
             taken |= devices
         assert sorted(started.slot_id for started, _ in self.alive.values()) == sorted(w.slot_id for w in expected)
         assert all(wanted in expected for wanted, _ in self.alive.values())
+        assert self.outdated.isdisjoint(instance_id for _, instance_id in self.alive.values())
 
 
 TestAnyPlans = AnyPlans.TestCase
