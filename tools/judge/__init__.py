@@ -1,0 +1,1 @@
+"""`python -m tools.judge`: scores answers by a language model behind any OpenAI-compatible endpoint."""
