@@ -5,7 +5,8 @@
    which the scheduler may refuse it; text goes out as records come; while nothing comes, a comment every
    `ping_every_s`.
 3. The client's end of the connection is watched while a call is answered, streamed or not: who hangs up, cancels.
-4. A stream that fails ends with an error event and without `[DONE]`, so it never looks like a whole answer.
+4. Where there are API keys, every route wants one that is not marked as public. A result is its asker's alone.
+5. A stream that fails ends with an error event and without `[DONE]`, so it never looks like a whole answer.
 """
 
 import asyncio
@@ -14,12 +15,14 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, get, post, route
+from litestar.connection import ASGIConnection
 from litestar.enums import ScopeType
 from litestar.exceptions import HTTPException, InternalServerException
+from litestar.handlers import BaseRouteHandler
 from litestar.params import FromPath
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
@@ -27,10 +30,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, ge
 from contracts.messages import ProgressRecord
 from services import telemetry
 from services.bus import Stored, trace_parent
+from services.gateway.access import Access
 from services.gateway.answers import DONE, PING, PREFIXES, Answer, event, extra_of, failure
 from services.gateway.config import GatewayConfig
+from services.gateway.keys import ApiKey
 from services.gateway.openai_api import Api, ApiError, Arrival, Call, Facts, Kind
-from services.gateway.page import page_routes
+from services.gateway.page import PUBLIC, page_routes
 from services.gateway.policy import (
     CallState,
     ClientGone,
@@ -49,6 +54,8 @@ from services.gateway.text import TextCodec
 from services.profile import Profile
 
 logger = logging.getLogger(__name__)
+
+Connection: TypeAlias = ASGIConnection[Any, Any, Any, Any]
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SANE_KEY = re.compile(r"[\x20-\x7e]{1,255}")
@@ -73,22 +80,32 @@ class Gateway:
     """What the routes need."""
 
     def __init__(
-        self, config: GatewayConfig, profile: Profile, codec: TextCodec, api: Api, service: GatewayService
+        self,
+        config: GatewayConfig,
+        profile: Profile,
+        codec: TextCodec,
+        api: Api,
+        service: GatewayService,
+        access: Access,
     ) -> None:
         self.config = config
         self.profile = profile
         self.codec = codec
         self.api = api
         self.service = service
+        self.access = access
         self.started_at = int(time.time())
 
     async def call(self, kind: Kind, request: Request[Any, Any, Any]) -> ASGIApp:
         """Takes a call in. Raises ApiError."""
         _check_media_type(request)
         self.service.check_open()
+        api_key = _key_of(request)
+        self.access.check_room(api_key, 1)
+        self.access.take_call(api_key)
         raw = await self._body(request)
-        key, call_id = self._identify(request)
-        arrival = Arrival(call_id, self.service.gateway_id, time.time(), secrets.randbits(31), key is not None)
+        key, call_id = self._identify(request, api_key)
+        arrival = Arrival(call_id, self.service.gateway_id, time.time(), secrets.randbits(31), key is not None, api_key)
         if len(raw) > _LONG_BODY:
             call = await asyncio.to_thread(self.api.read, kind, raw, arrival)
         else:
@@ -128,26 +145,27 @@ class Gateway:
                 408, f"The request's body did not come within {self.config.body_limit_s:g} s.", retry_helps=False
             ) from None
 
-    def _identify(self, request: Request[Any, Any, Any]) -> tuple[str | None, str]:
+    def _identify(self, request: Request[Any, Any, Any], api_key: ApiKey) -> tuple[str | None, str]:
         """The call's idempotency key, if it has one, and its id."""
         key = request.headers.get("idempotency-key")
         if key is None:
             return None, secrets.token_hex(16)
         if not _SANE_KEY.fullmatch(key):
             raise ApiError(400, "Invalid 'Idempotency-Key': give 1 to 255 printable ASCII characters.")
-        authorization = request.headers.get("authorization", "")
-        return key, call_id_for_key(self.config.idempotency_secret, authorization, key)
+        caller = api_key.name or request.headers.get("authorization", "")
+        return key, call_id_for_key(self.config.idempotency_secret, caller, key)
 
     # --- results ---------------------------------------------------------------------------------------------------
 
-    async def result(self, result_id: str, *, cancel: bool) -> dict[str, Any]:
-        """What became of a call, from its records. Raises ApiError."""
+    async def result(self, result_id: str, api_key: ApiKey, *, cancel: bool) -> dict[str, Any]:
+        """What became of a call of this key, from its records. Raises ApiError."""
+        self.access.take_call(api_key)
         match = _CALL_ID.fullmatch(result_id)
-        found: list[Stored[ProgressRecord]] = []
-        if match is not None:
-            found = await (self.service.delete(match[1]) if cancel else self.service.result(match[1]))
-        if match is None or not found:
+        found = [] if match is None else await self.service.result(match[1])
+        if match is None or not found or _owner(found) != api_key.name:
             raise ApiError(404, f"No result with the id '{result_id[:100]}'.", param="id", code="result_not_found")
+        if cancel:
+            found = await self.service.cancel(match[1], found)
         return self._describe(match[1], found)
 
     def _describe(self, call_id: str, found: list[Stored[ProgressRecord]]) -> dict[str, Any]:
@@ -167,6 +185,17 @@ class Gateway:
         )
         error = failure(failed.reason, failed).envelope["error"] if failed is not None else None
         return answer.whole(state) | {"state": _state(state, found, failed), "error": error}
+
+
+def _key_of(request: Request[Any, Any, Any]) -> ApiKey:
+    """The caller's, as the guard has found it."""
+    key: ApiKey = request.scope["state"]["key"]
+    return key
+
+
+def _owner(found: list[Stored[ProgressRecord]]) -> str:
+    facts = Facts.decode(found[0].message.fingerprint)
+    return "" if facts is None else facts.owner
 
 
 def _cause(records: list[ProgressRecord]) -> ProgressRecord | None:
@@ -324,6 +353,11 @@ class CallResponse:
 def build_app(gateway: Gateway, version: str) -> ASGIApp:
     """The routes, with request ids, metrics and a log line around them."""
 
+    def check_key(connection: Connection, handler: BaseRouteHandler) -> None:
+        if not handler.opt.get("public"):
+            authorization = connection.headers.get("authorization", "")
+            connection.scope["state"]["key"] = gateway.access.identify(authorization)
+
     @post("/v1/chat/completions", operation_class=ChatOperation, status_code=200)
     async def chat_completions(request: Request[Any, Any, Any]) -> ASGIApp:
         return await gateway.call("chat", request)
@@ -348,13 +382,13 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
         "/v1/results/{result_id:str}", http_method=["GET", "DELETE"], operation_class=ResultOperation, status_code=200
     )
     async def result(request: Request[Any, Any, Any], result_id: FromPath[str]) -> dict[str, Any]:
-        return await gateway.result(result_id, cancel=request.method == "DELETE")
+        return await gateway.result(result_id, _key_of(request), cancel=request.method == "DELETE")
 
-    @get("/health/live", operation_class=ObjectOperation)
+    @get("/health/live", operation_class=ObjectOperation, opt=PUBLIC)
     async def live() -> dict[str, Any]:
         return {"status": "ok"}
 
-    @get("/health/ready", operation_class=ObjectOperation)
+    @get("/health/ready", operation_class=ObjectOperation, opt=PUBLIC)
     async def ready() -> dict[str, Any]:
         service = gateway.service
         lacking = None
@@ -372,15 +406,22 @@ def build_app(gateway: Gateway, version: str) -> ASGIApp:
     async def cluster() -> dict[str, Any]:
         return _cluster(gateway)
 
-    @get("/metrics", include_in_schema=False)
+    @get("/metrics", include_in_schema=False, opt=PUBLIC)
     async def metrics() -> Response[bytes]:
         return Response(generate_latest(), headers={"content-type": CONTENT_TYPE_LATEST}, media_type=MediaType.TEXT)
 
     app = Litestar(
-        [chat_completions, completions, models, model, result, cluster, live, ready, metrics, *page_routes()],
+        [
+            *(chat_completions, completions, models, model, result, cluster, live, ready),
+            *([metrics] if gateway.config.public_metrics else []),
+            *page_routes(),
+        ],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception, Exception: _on_exception},
+        guards=[check_key],
         request_max_body_size=gateway.config.max_body_bytes,
-        openapi_config=openapi_config(version, _no_page),
+        openapi_config=openapi_config(
+            version, _no_page, model=gateway.profile.model, needs_key=gateway.access.needs_key
+        ),
         logging_config=None,
         debug=False,
     )
@@ -449,6 +490,7 @@ class _Front:
             level = logging.INFO if route in _CALL_ROUTES else logging.DEBUG
             outcome = _outcome(status, state.get("client_left", False))
             told = f", call {state['call']}" if "call" in state else ""
+            told += f", key {state['key'].name}" if "key" in state and state["key"].name else ""
             line = "%s %s %s after %.0f ms, id %s%s"
             logger.log(level, line, scope["method"], route, outcome, seconds * 1000, request_id, told)
         return None

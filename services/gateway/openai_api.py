@@ -6,6 +6,7 @@
 3. The model is the one that is served; the prompt fits and is no empty one; the wanted length fits beside it.
 4. What is left unsaid comes from the profile: also the promised latency, by service tier.
 5. A pinned threshold lies within the profile's threshold set.
+6. The caller's API key allows the service tier and the pin; else 403.
 
 Token probabilities: we keep the confidence of each token at its commit and nothing of its alternatives. So
 `logprobs` gives the token's own, and `top_logprobs: 1` (`logprobs: 1` of /v1/completions) the same again where the
@@ -14,13 +15,14 @@ token is certainly the likeliest one, at temperature 0; what would need more is 
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
 
 from contracts.messages import GenerateRequest
+from services.gateway.keys import ANYONE, ApiKey
 from services.gateway.text import Message, TemplateError, TextCodec
 from services.profile import Profile, Tier
 
@@ -64,11 +66,17 @@ class ApiError(Exception):
             headers["retry-after"] = str(self.retry_after_s)
         if not self.retry_helps:
             headers["x-should-retry"] = "false"
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         return headers
 
 
 def _invalid(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _forbidden(message: str, param: str) -> ApiError:
+    return ApiError(403, message, type="permission_error", param=param, code="not_allowed")
 
 
 # --- bodies -------------------------------------------------------------------------------------------------------
@@ -99,8 +107,17 @@ Watch = Annotated[
         "may be lost, or revised by a later attempt."
     ),
 ]
+ROLES = ("system", "developer", "user", "assistant")
+TIERS = ("flex", "default", "auto", "priority")
+# enums of the schema alone: what else comes is refused in words of our own
+Role = Annotated[str, Meta(extra_json_schema={"enum": ROLES})]
+PartType = Annotated[str, Meta(extra_json_schema={"enum": ("text",)})]
 ServiceTier = Annotated[
-    str, Meta(description="`flex`, `default` (or `auto`) or `priority`: who waits for whom, and the promised latency.")
+    str,
+    Meta(
+        description="`flex`, `default` (or `auto`) or `priority`: who waits for whom, and the promised latency.",
+        extra_json_schema={"enum": TIERS},
+    ),
 ]
 _PROMPT_SCHEMA = {
     "oneOf": [
@@ -124,12 +141,12 @@ class StreamOptions(Body, frozen=True, kw_only=True):
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a message. Only text parts are taken; others are refused by their type's name."""
 
-    type: str
+    type: PartType
     text: str | None = None
 
 
 class ChatMessage(Body, frozen=True, kw_only=True):
-    role: str
+    role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -205,27 +222,32 @@ class TextBody(CommonBody, frozen=True, kw_only=True):
     suffix: str | None = None
 
 
-_NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "top_p": lambda value: value == 1,
-    "presence_penalty": lambda value: value == 0,
-    "frequency_penalty": lambda value: value == 0,
-    "logit_bias": lambda value: not any(value.values()),
-    "audio": lambda value: False,
-    "function_call": lambda value: value in ("none", "auto"),
-    "functions": lambda value: value == [],
-    "modalities": lambda value: value == ["text"],
-    "moderation": lambda value: False,
-    "prediction": lambda value: False,
-    "reasoning_effort": lambda value: value == "none",
-    "response_format": lambda value: value == {"type": "text"},
-    "tool_choice": lambda value: value in ("none", "auto"),
-    "tools": lambda value: value == [],
-    "verbosity": lambda value: value == "medium",
-    "web_search_options": lambda value: False,
-    "best_of": lambda value: value == 1,
-    "echo": lambda value: value is False,
-    "suffix": lambda value: value == "",
+# Fields that we lack: what they may say all the same, as it changes nothing. Of logit_bias, zeros are neutral too.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
 }
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return value in NEUTRAL[name] or (name == "logit_bias" and not any(value.values()))
 
 
 # --- what becomes of them -----------------------------------------------------------------------------------------
@@ -242,6 +264,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: bool = False
     top_logprobs: bool = False
     tier: Tier = "default"
+    owner: str = ""  # name of the API key that asked; "": nobody had one
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -263,6 +286,7 @@ class Call(NamedTuple):
     requests: tuple[GenerateRequest, ...]
     stream: bool
     include_usage: bool
+    key: ApiKey = ANYONE
 
 
 class Arrival(NamedTuple):
@@ -273,6 +297,7 @@ class Arrival(NamedTuple):
     now: float  # wall clock, seconds
     random_seed: int  # for a call without `seed`
     detached: bool  # has an Idempotency-Key
+    key: ApiKey = ANYONE
 
 
 def choice_id(call_id: str, index: int) -> str:
@@ -283,10 +308,21 @@ def choice_id(call_id: str, index: int) -> str:
 class Api:
     """Bodies to calls, for one profile and its tokenizer."""
 
-    def __init__(self, profile: Profile, codec: TextCodec, *, max_choices: int, vocab_size: int, mask_id: int | None):
+    def __init__(
+        self,
+        profile: Profile,
+        codec: TextCodec,
+        *,
+        max_choices: int,
+        vocab_size: int,
+        mask_id: int | None,
+        max_prompt_tokens: int = 0,
+    ) -> None:
+        """`max_prompt_tokens` 0: as many as the profile allows."""
         self._profile = profile
         self._codec = codec
         self._max_choices = max_choices
+        self._max_prompt_tokens = min(profile.max_prompt_tokens, max_prompt_tokens or profile.max_prompt_tokens)
         self._vocab_size = vocab_size
         self._mask_id = mask_id
 
@@ -309,7 +345,7 @@ class Api:
             )
 
     def _chat(self, body: ChatBody, content: dict[str, Any], arrival: Arrival) -> Call:
-        self._check_common(body)
+        self._check_common(body, arrival.key)
         if body.top_logprobs and not body.logprobs:
             raise _invalid("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         messages = [_message(message, index) for index, message in enumerate(body.messages)]
@@ -333,7 +369,7 @@ class Api:
         )
 
     def _text(self, body: TextBody, content: dict[str, Any], arrival: Arrival) -> Call:
-        self._check_common(body)
+        self._check_common(body, arrival.key)
         alternatives = body.logprobs or 0
         self._check_alternatives(body, alternatives, "logprobs")
         prompts = [self._prompt_ids(prompt) for prompt in _prompts(body.prompt, self._max_choices)]
@@ -342,11 +378,10 @@ class Api:
             body, content, arrival, "text", prompts, body.max_tokens, "max_tokens", with_logprobs, alternatives > 0
         )
 
-    def _check_common(self, body: CommonBody) -> None:
+    def _check_common(self, body: CommonBody, key: ApiKey) -> None:
         for name in body.__struct_fields__:
             value = getattr(body, name)
-            neutral = _NEUTRAL.get(name)
-            if neutral is not None and value is not None and not neutral(value):
+            if name in NEUTRAL and value is not None and not _is_neutral(name, value):
                 raise ApiError(
                     400,
                     f"'{name}' is not supported by this server: leave it out.",
@@ -354,13 +389,15 @@ class Api:
                     code="unsupported_parameter",
                 )
         self.check_model(body.model)
-        self._check_pin(body.threshold)
+        self._check_pin(body.threshold, key)
         if body.stream_options is not None and not body.stream:
             raise _invalid("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
         if body.watch and not body.stream:
             raise _invalid("'watch' is only allowed when 'stream' is true.", param="watch")
 
-    def _check_pin(self, threshold: float | None) -> None:
+    def _check_pin(self, threshold: float | None, key: ApiKey) -> None:
+        if threshold is not None and not key.pin:
+            raise _forbidden("This API key may not pin the threshold: leave 'threshold' out.", param="threshold")
         lowest, highest = self._profile.decoding.thresholds[0], self._profile.decoding.thresholds[-1]
         if threshold is not None and not lowest <= threshold <= highest:
             raise _invalid(
@@ -416,7 +453,7 @@ class Api:
                 f"This call asks for {len(prompts)} prompts x {n} choices; one call may have {self._max_choices}.",
                 param="n" if n > 1 else "prompt",
             )
-        tier = _tier(body.service_tier)
+        tier = _tier(body.service_tier, arrival.key)
         facts = Facts(
             body=_hash(kind, content),
             kind=kind,
@@ -426,6 +463,7 @@ class Api:
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             tier=tier,
+            owner=arrival.key.name,
         )
         slo_ms = profile.slo_ms.get(tier) if body.slo_ms is None else body.slo_ms
         seed = arrival.random_seed if body.seed is None else body.seed
@@ -455,7 +493,7 @@ class Api:
                 )
             )
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return Call(arrival.call_id, facts, tuple(requests), bool(body.stream), usage)
+        return Call(arrival.call_id, facts, tuple(requests), bool(body.stream), usage, arrival.key)
 
     def _output_tokens(self, kind: Kind, prompt_tokens: int, wanted: int | None, name: str) -> int:
         """The output length; the canvas holds prompt and whole blocks of output. Raises ApiError."""
@@ -463,11 +501,13 @@ class Api:
         prompt_name = "messages" if kind == "chat" else "prompt"
         if prompt_tokens == 0:
             raise _invalid("The prompt is empty: give at least one token of text.", param=prompt_name)
-        if prompt_tokens > self._profile.max_prompt_tokens:
+        if prompt_tokens > self._max_prompt_tokens:
+            why = f"a context of {limits.max_context_tokens}, of which {block} are left for the answer"
+            if self._max_prompt_tokens < self._profile.max_prompt_tokens:
+                why = "a limit of this server"
             raise ApiError(
                 400,
-                f"The prompt has {prompt_tokens} tokens; this model takes at most {self._profile.max_prompt_tokens} "
-                f"(a context of {limits.max_context_tokens}, of which {block} are left for the answer).",
+                f"The prompt has {prompt_tokens} tokens; this model takes at most {self._max_prompt_tokens} ({why}).",
                 param=prompt_name,
                 code="context_length_exceeded",
             )
@@ -573,7 +613,7 @@ def _show(value: object) -> str:
 def _message(message: ChatMessage, index: int) -> Message:
     """The message as the chat template takes it. Raises ApiError."""
     where = f"messages[{index}]"
-    if message.role not in ("system", "developer", "user", "assistant"):
+    if message.role not in ROLES:
         raise _invalid(
             f"Invalid '{where}.role': {_show(message.role)} is not supported by this server; it takes system, "
             "developer, user and assistant.",
@@ -647,14 +687,20 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _tier(name: str | None) -> Tier:
-    if name in (None, "auto", "default"):
-        return "default"
-    if name in ("flex", "priority"):
-        return name  # type: ignore[return-value]  # mypy does not narrow by `in`
-    raise _invalid(
-        f"Invalid 'service_tier': {_show(name)} is not one of auto, default, flex, priority.", param="service_tier"
-    )
+def _tier(name: str | None, key: ApiKey) -> Tier:
+    """The wanted tier; unasked the first that the key allows. Raises ApiError."""
+    if name in (None, "auto"):
+        return key.tiers[0]
+    if name not in get_args(Tier):
+        raise _invalid(
+            f"Invalid 'service_tier': {_show(name)} is not one of auto, default, flex, priority.", param="service_tier"
+        )
+    if name not in key.tiers:
+        raise _forbidden(
+            f"This API key may not use the service tier '{name}'; it may use {', '.join(key.tiers)}.",
+            param="service_tier",
+        )
+    return name
 
 
 def _wrap(seed: int) -> int:

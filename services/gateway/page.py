@@ -8,6 +8,7 @@ from litestar.handlers import HTTPRouteHandler
 
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PUBLIC = {"public": True}  # marks a route that wants no API key
 _HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'",
@@ -25,7 +26,7 @@ def _route(path: Path) -> HTTPRouteHandler:
     content = path.read_bytes()
     media_type = f"{_TYPES[path.suffix]}; charset=utf-8"
 
-    @get("/" if path.name == "index.html" else f"/{path.name}", include_in_schema=False, name=path.name)
+    @get("/" if path.name == "index.html" else f"/{path.name}", include_in_schema=False, name=path.name, opt=PUBLIC)
     async def send() -> Response[Any]:
         return Response(content, headers=_HEADERS, media_type=media_type)
 

@@ -3,10 +3,12 @@
 1. Bytes that are no HTTP request are answered in OpenAI's envelope too, with a request id. So is a request
    that tells its length in two ways, as a proxy before us may believe the other one (request smuggling).
 2. Who connects must send a whole request head in time, however slowly its bytes trickle in.
-3. What a client does wrong is no warning of ours: anybody could fill the log.
+3. Beyond `max_connections` a connection's first request is answered 503, and it is closed.
+4. What a client does wrong is no warning of ours: anybody could fill the log.
 """
 
 import asyncio
+import http
 import logging
 import secrets
 from typing import Any
@@ -36,6 +38,16 @@ class _ClientsFaults(logging.Filter):
 _CLIENTS_FAULTS = _ClientsFaults()  # one, as a logger takes the same filter only once
 
 
+_INVALID = ApiError(400, "This is not a valid HTTP/1.1 request.", code="invalid_http")
+_TOO_MANY = ApiError(
+    503,
+    "This gateway has as many connections as it takes. Try again later.",
+    type="server_error",
+    code="too_many_connections",
+    retry_after_s=1,
+)
+
+
 class _StrictConnection(h11.Connection):
     """h11 takes `Transfer-Encoding` for the truth where there is a `Content-Length` too; here that is an error."""
 
@@ -49,9 +61,11 @@ class _StrictConnection(h11.Connection):
 
 
 class HardenedProtocol(H11Protocol):
-    """One connection. Subclassed by `hardened_protocol` with the limit."""
+    """One connection. Subclassed by `hardened_protocol` with the limits."""
 
     head_limit_s = 30.0
+    max_connections = 4096
+    _refused = False
     _head_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,6 +74,7 @@ class HardenedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
+        self._refused = len(self.connections) > self.max_connections
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -67,6 +82,9 @@ class HardenedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:  # only now: closed with unread data, a client would see a reset in the answer's place
+            self._answer_and_close(_TOO_MANY)
+            return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_timer()
@@ -75,17 +93,21 @@ class HardenedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Also where an answer has begun: then all that is left is to hang up."""
-        error = ApiError(400, "This is not a valid HTTP/1.1 request.", code="invalid_http")
+        self._answer_and_close(_INVALID)
+
+    def _answer_and_close(self, error: ApiError) -> None:
         body = msgspec.json.encode(error.envelope)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"x-request-id", secrets.token_hex(16).encode()),
             (b"connection", b"close"),
+            *((name.encode(), value.encode()) for name, value in error.headers.items()),
         ]
+        reason = http.HTTPStatus(error.status).phrase.encode()
         try:
             for event in (
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Response(status_code=error.status, headers=headers, reason=reason),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ):
@@ -104,7 +126,7 @@ class HardenedProtocol(H11Protocol):
             self._head_timer = None
 
 
-def hardened_protocol(limit_s: float) -> type[HardenedProtocol]:
-    """The protocol with this limit for a request's head. uvicorn's log is filtered."""
+def hardened_protocol(limit_s: float, max_connections: int) -> type[HardenedProtocol]:
+    """The protocol with this limit for a request's head, and for connections. uvicorn's log is filtered."""
     logging.getLogger("uvicorn.error").addFilter(_CLIENTS_FAULTS)
-    return type("Protocol", (HardenedProtocol,), {"head_limit_s": limit_s})
+    return type("Protocol", (HardenedProtocol,), {"head_limit_s": limit_s, "max_connections": max_connections})

@@ -35,8 +35,10 @@ from contracts.messages import (
 )
 from services.bus import Bus, BusTimeout, Follower, SequenceConflict, Stored, StreamFull
 from services.gateway import ended
+from services.gateway.access import Access
 from services.gateway.cluster_view import ClusterView
 from services.gateway.config import GatewayConfig
+from services.gateway.keys import ApiKey
 from services.gateway.openai_api import ApiError, Call, Facts, choice_id
 from services.gateway.policy import (
     CallState,
@@ -76,8 +78,9 @@ ADMISSION_S = Histogram(
 class LiveCall:
     """A call that this process answers: its state, and what has happened that it has not taken in yet."""
 
-    def __init__(self, state: CallState, bases: list[ProgressRecord]) -> None:
+    def __init__(self, state: CallState, bases: list[ProgressRecord], key: ApiKey) -> None:
         self.state = state
+        self.key = key  # whose call it is
         self.bases = bases  # of each choice: what stands if no record is known
         self.followers: list[Follower] = []
         self.timer: asyncio.TimerHandle | None = None
@@ -113,8 +116,11 @@ class LiveCall:
 class GatewayService:
     """Made once a process; `start` it before the first call, `close` it after the last."""
 
-    def __init__(self, bus: Bus, config: GatewayConfig, profile: Profile, codec: TextCodec, gateway_id: str) -> None:
+    def __init__(
+        self, bus: Bus, config: GatewayConfig, profile: Profile, codec: TextCodec, gateway_id: str, access: Access
+    ) -> None:
         self._bus = bus
+        self._access = access
         self._config = config
         self._profile = profile
         self._codec = codec
@@ -261,8 +267,9 @@ class GatewayService:
 
     def _enter(self, call: Call) -> LiveCall:
         self.check_open()
+        self._access.enter(call.key, len(call.requests))
         state = CallState(call.facts, self._codec, detached=call.requests[0].detached)
-        live = LiveCall(state, [r.first_record for r in call.requests])
+        live = LiveCall(state, [r.first_record for r in call.requests], call.key)
         self._open.add(live)
         OPEN_CALLS.set(len(self._open))
         self._set_timer(live, call.requests[0].expires_at)
@@ -275,7 +282,9 @@ class GatewayService:
         live.timer = asyncio.get_running_loop().call_later(left_s, live.note, TimeIsUp())
 
     def _leave(self, live: LiveCall) -> None:
-        self._open.discard(live)
+        if live in self._open:
+            self._open.remove(live)
+            self._access.leave(live.key, len(live.bases))
         OPEN_CALLS.set(len(self._open))
         if live.timer is not None:
             live.timer.cancel()
@@ -423,13 +432,12 @@ class GatewayService:
                 break
         return found
 
-    async def delete(self, call_id: str) -> list[Stored[ProgressRecord]]:
-        """Cancels what still runs of the call. Returns as `result`. Raises ApiError."""
-        found = await self.result(call_id)
+    async def cancel(self, call_id: str, found: list[Stored[ProgressRecord]]) -> list[Stored[ProgressRecord]]:
+        """Cancels what still runs of the call; `found`: its `result`. Returns the new one. Raises ApiError."""
         for stored in found:
             if not stored.message.is_final:
                 await self._cancel(stored.message, "client_deleted", stored.seq, self._config.admit_limit_s)
-        return await self.result(call_id) if found else found
+        return await self.result(call_id)
 
     # --- cancelling ------------------------------------------------------------------------------------------------
 
@@ -452,9 +460,9 @@ class GatewayService:
         await self._bus.publish(subjects.cancel(base.request_id), Cancel(request_id=base.request_id))
 
 
-def call_id_for_key(secret: str, authorization: str, idempotency_key: str) -> str:
-    """The id of the call with this key: nobody can guess it who does not know all three."""
-    told = f"{len(authorization)}:{authorization}{idempotency_key}".encode()
+def call_id_for_key(secret: str, caller: str, idempotency_key: str) -> str:
+    """The id of the caller's call with this key: nobody can guess it who does not know all three."""
+    told = f"{len(caller)}:{caller}{idempotency_key}".encode()
     return hashlib.blake2b(told, key=secret.encode(), digest_size=16).hexdigest()
 
 

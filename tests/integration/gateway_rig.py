@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from contracts import subjects
 from contracts.messages import Cancel, GatewayStatus, GenerateRequest, ProgressRecord, Reason
 from services.bus import Bus, BusTimeout, NatsSettings
-from services.gateway.__main__ import _listen, _Server, _uvicorn_config, load_gateway
+from services.gateway.__main__ import _listen, begin, load
 from services.gateway.config import GatewayConfig
 from services.gateway.http import Gateway
 from services.gateway.text import TextCodec, load_codec
@@ -228,15 +228,13 @@ async def run_gateway(nats_settings: NatsSettings, config: GatewayConfig) -> Asy
     """A gateway in this process, as `python -m services.gateway` wires it."""
     bus = await Bus.connect(nats_settings, "gateway")
     runtime = Runtime("gateway", bus)
-    gateway = load_gateway(runtime, config)
+    loaded = load(config)
     listener = _listen(config.host, config.port)
-    await gateway.service.start()
-    runtime.spawn(gateway.service.beat(), name="status")
-    server = _Server(_uvicorn_config(config, gateway))
+    gateway, server = await begin(runtime, config, loaded)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started)
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", gateway
+        yield f"{'https' if loaded.tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}", gateway
     finally:
         gateway.service.draining = True
         server.should_exit = True

@@ -16,6 +16,7 @@ PURE = sorted(
         SERVICES / "denoiser" / "batching.py",
         SERVICES / "denoiser" / "run.py",
         SERVICES / "denoiser" / "worker_events.py",
+        SERVICES / "gateway" / "keys.py",
         SERVICES / "gateway" / "stops.py",
         SERVICES / "reconfigurator" / "cluster.py",
         SERVICES / "reconfigurator" / "plan.py",
@@ -34,8 +35,8 @@ PURE = sorted(
     ]
 )
 STANDARD = {
-    "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools", "heapq", "itertools", "math",
-    "operator", "statistics", "typing",
+    "bisect", "collections", "collections.abc", "dataclasses", "datetime", "enum", "functools", "hashlib", "heapq",
+    "hmac", "itertools", "math", "operator", "statistics", "tomllib", "typing",
 }  # fmt: skip
 SHARED = {"contracts", "contracts.messages", "contracts.subjects", "services.costs", "services.profile"}
 LIBRARIES = {"msgspec", "msgspec.structs"}

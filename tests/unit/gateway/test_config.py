@@ -14,6 +14,13 @@ from services.settings import ConfigError, load_section
         ("port", "65536"),
         ("max_body_bytes", "10"),
         ("max_open_calls", "0"),
+        ("max_connections", "0"),
+        ("max_prompt_tokens", "-1"),
+        ("key_calls_per_s", "-1"),
+        ("key_burst", "0"),
+        ("key_max_open", "-1"),
+        ("tls_certificate", "cert.pem"),  # without its key
+        ("tls_key", "key.pem"),
         ("ping_every_s", "0"),
         ("drain_limit_s", "-1"),
         ("idempotency_secret", ""),

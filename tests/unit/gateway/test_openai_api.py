@@ -10,9 +10,10 @@ from msgspec import structs
 
 from contracts import codec as wire
 from contracts.messages import GenerateRequest
+from services.gateway.keys import ANYONE, ApiKey
 from services.gateway.openai_api import Api, ApiError, Arrival, Call, Facts
 from services.gateway.text import TextCodec
-from services.profile import Profile
+from services.profile import Profile, Tier
 from tests.integration.gateway_rig import BLOCK, MASK_ID, MODEL
 
 CALL_ID = "0123456789abcdef" * 2
@@ -45,6 +46,59 @@ def refusal(api: Api, kind: str, raw: bytes | dict[str, Any]) -> ApiError:
 @pytest.mark.parametrize("threshold", [0.5, 0.75, 0.9])
 def test_a_pin_lies_within_the_models_thresholds(api: Api, threshold: float) -> None:
     assert chat(api, threshold=threshold).requests[0].threshold == threshold
+
+
+# --- what an API key allows --------------------------------------------------------------------------------------
+
+
+def chat_with(api: Api, key: ApiKey, **fields: Any) -> Call:
+    return api.read("chat", json.dumps({**HELLO, **fields}).encode(), ARRIVAL._replace(key=key))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "asked", "got"),
+    [
+        (("flex",), None, "flex"),
+        (("flex",), "auto", "flex"),
+        (("default", "priority"), None, "default"),
+        (("priority", "default"), None, "priority"),
+        (("priority", "default"), "default", "default"),
+    ],
+)
+def test_a_call_that_names_no_tier_gets_the_first_of_its_key(
+    api: Api, tiers: tuple[Tier, ...], asked: str | None, got: str
+) -> None:
+    call = chat_with(api, structs.replace(ANYONE, name="alice", tiers=tiers), service_tier=asked)
+    assert call.facts.tier == got
+    assert call.requests[0].priority == {"flex": -1, "default": 0, "priority": 1}[got]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"service_tier": "priority"}, "service_tier"), ({"threshold": 0.7}, "threshold")]
+)
+def test_what_a_key_does_not_allow_is_forbidden_by_name(api: Api, fields: dict[str, Any], param: str) -> None:
+    key = structs.replace(ANYONE, name="alice", tiers=("default", "flex"), pin=False)
+    with pytest.raises(ApiError, match=param.replace("_", " ")) as caught:
+        chat_with(api, key, **fields)
+    assert (caught.value.status, caught.value.param, caught.value.code) == (403, param, "not_allowed")
+
+
+def test_a_call_tells_whose_it_is(api: Api) -> None:
+    call = chat_with(api, structs.replace(ANYONE, name="alice"))
+    assert Facts.decode(call.requests[0].fingerprint) == call.facts
+    assert (call.facts.owner, call.key.name) == ("alice", "alice")
+    assert chat(api).facts.owner == ""
+
+
+def test_a_server_may_take_shorter_prompts_than_the_profile(profile: Profile, codec: TextCodec) -> None:
+    sizes: dict[str, Any] = {"max_choices": 4, "vocab_size": codec.vocab_size, "mask_id": MASK_ID}
+    short = Api(profile, codec, max_prompt_tokens=3, **sizes)
+    assert len(text(short, prompt=[5, 5, 5]).requests[0].prompt_ids) == 3
+    error = refusal(short, "text", {**ABC, "prompt": [5, 5, 5, 5]})
+    assert (error.status, error.code) == (400, "context_length_exceeded")
+    assert "4 tokens; this model takes at most 3 (a limit of this server)" in error.message
+    wide = Api(profile, codec, max_prompt_tokens=10**6, **sizes)
+    assert refusal(wide, "text", {**ABC, "prompt": [5] * 600}).code == "context_length_exceeded"
 
 
 # --- defaults ----------------------------------------------------------------------------------------------------
