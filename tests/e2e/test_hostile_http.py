@@ -7,6 +7,7 @@ rest is written by hand, as bytes on a socket.
 import contextlib
 import json
 import socket
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ sent: Counter[str] = Counter()  # by kind of answer
 
 
 @pytest.fixture(scope="module")
-def client(base_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=base_url, timeout=LIMIT_S) as client:
+def client(base_url: str, api_key: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=LIMIT_S) as client:
         yield client
 
 
@@ -221,7 +222,9 @@ def test_headers_that_lie(client: httpx.Client, model: str) -> None:
 
 # --- bytes on a socket -------------------------------------------------------------------------------------------
 
-POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+POST = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer KEY\r\ncontent-type: application/json\r\n"
+)
 RAW = [
     b"",
     b"\r\n\r\n",
@@ -266,11 +269,19 @@ RAW = [
 ]
 
 
+@contextlib.contextmanager
+def connected(base_url: str) -> Iterator[ssl.SSLSocket]:
+    """A connection that says nothing but what it is told to."""
+    host, _, port = base_url.removeprefix("https://").rpartition(":")
+    plain = socket.create_connection((host, int(port)), timeout=LIMIT_S)
+    with plain, ssl.create_default_context().wrap_socket(plain, server_hostname=host) as link:
+        yield link
+
+
 def exchange(base_url: str, data: bytes) -> bytes:
     """What the server answers to these bytes; then we close, whatever it thinks of that."""
-    host, _, port = base_url.removeprefix("http://").rpartition(":")
     answer = b""
-    with contextlib.suppress(ConnectionError), socket.create_connection((host, int(port)), timeout=LIMIT_S) as link:
+    with contextlib.suppress(ConnectionError, ssl.SSLError), connected(base_url) as link:
         link.sendall(data)
         link.settimeout(0.25)  # what waits for more of the request is left alone
         with contextlib.suppress(TimeoutError):
@@ -280,8 +291,8 @@ def exchange(base_url: str, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("number", range(len(RAW)))
-def test_bytes_that_are_no_request(base_url: str, number: int) -> None:
-    answer = exchange(base_url, RAW[number])
+def test_bytes_that_are_no_request(base_url: str, api_key: str, number: int) -> None:
+    answer = exchange(base_url, RAW[number].replace(b"KEY", api_key.encode()))
     sent["raw"] += 1
     assert b"HTTP/1.1 5" not in answer
     assert answer == b"" or answer.startswith((b"HTTP/1.1 1", b"HTTP/1.1 2", b"HTTP/1.1 4"))
@@ -291,22 +302,20 @@ def test_bytes_that_are_no_request(base_url: str, number: int) -> None:
         assert error["error"]["message"]
 
 
-def test_many_who_ask_and_leave_at_once(base_url: str, model: str) -> None:
-    host, _, port = base_url.removeprefix("http://").rpartition(":")
+def test_many_who_ask_and_leave_at_once(base_url: str, api_key: str, model: str) -> None:
     body = json.dumps({**valid_body("ChatBody", model), "stream": True}).encode()
-    request = POST + b"content-length: %d\r\n\r\n" % len(body) + body
+    request = POST.replace(b"KEY", api_key.encode()) + b"content-length: %d\r\n\r\n" % len(body) + body
     for cut in range(0, len(request), len(request) // 20):
-        with socket.create_connection((host, int(port)), timeout=LIMIT_S) as link:
+        with connected(base_url) as link:
             link.sendall(request[: len(request) - cut])
             sent["left"] += 1
 
 
-def test_a_body_that_trickles_in_holds_up_nobody(base_url: str, client: httpx.Client) -> None:
-    host, _, port = base_url.removeprefix("http://").rpartition(":")
+def test_a_body_that_trickles_in_holds_up_nobody(base_url: str, api_key: str, client: httpx.Client) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(20):
-            link = stack.enter_context(socket.create_connection((host, int(port)), timeout=LIMIT_S))
-            link.sendall(POST + b"content-length: 1000\r\n\r\n{")
+            link = stack.enter_context(connected(base_url))
+            link.sendall(POST.replace(b"KEY", api_key.encode()) + b"content-length: 1000\r\n\r\n{")
             sent["trickle"] += 1
         started_at = time.monotonic()
         assert client.get("/health/live").status_code == 200

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, plain_environment
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_few_seconds_of_load(base_url: str, tmp_path: Path) -> None:
+def test_a_few_seconds_of_load(base_url: str, client_environment: dict[str, str], tmp_path: Path) -> None:
     """Two requests a second for 4 s; this machine may be too busy for its own bound on lag, which is so left open."""
     out = tmp_path / "load.json"
     words = ["--url", base_url, "--rate", "2", "--duration", "4", "--warmup", "1", "--seed", "3", "--problems", "20"]
     words += ["--slo-ms", "60000:1,0.001:1", "--tier", "priority", "--max-tokens", "32", "--stream"]
+    words += ["--api-key", client_environment["OPENAI_API_KEY"]]
     command = [sys.executable, "-m", "tools.loadgen", *words, "--max-lag-ms", "5000", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=ROOT, env=client_environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # no progress line where there is no terminal
     document = json.loads(out.read_bytes())

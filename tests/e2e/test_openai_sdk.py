@@ -24,14 +24,14 @@ PROMPT = "12 + 30 ="
 
 
 @pytest.fixture
-def client(base_url: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=60) as client:
+def client(base_url: str, api_key: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{base_url}/v1", api_key=api_key, timeout=60) as client:
         yield client
 
 
 @pytest_asyncio.fixture
-async def async_client(base_url: str) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=60) as client:
+async def async_client(base_url: str, api_key: str) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key, timeout=60) as client:
         yield client
 
 
@@ -280,11 +280,13 @@ def test_a_watched_canvas_shows_each_step_beside_the_usual_chunks(client: OpenAI
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_shows_well_formed_events(base_url: str, model: str) -> None:
+def test_curl_shows_well_formed_events(base_url: str, client_environment: dict[str, str], model: str) -> None:
     body = {"model": model, "messages": QUESTION, "stream": True, "stream_options": {"include_usage": True}}
     command = ["curl", "-sN", "-i", "--max-time", "60", f"{base_url}/v1/chat/completions"]
     command += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
-    head, _, events = subprocess.run(command, capture_output=True, check=True, text=True).stdout.partition("\n\n")
+    command += ["-H", f"Authorization: Bearer {client_environment['OPENAI_API_KEY']}"]
+    done = subprocess.run(command, env=client_environment, capture_output=True, check=True, text=True)
+    head, _, events = done.stdout.partition("\n\n")
     assert head.startswith("HTTP/1.1 200")
     assert "content-type: text/event-stream" in head
     assert "x-request-id: " in head

@@ -37,15 +37,19 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @pytest_asyncio.fixture
-async def page(browser: Browser, base_url: str) -> AsyncIterator[Page]:
-    opened = await open_page(browser, base_url)
+async def page(browser: Browser, base_url: str, api_key: str) -> AsyncIterator[Page]:
+    opened = await open_page(browser, base_url, api_key)
     yield opened
     await opened.close()
 
 
-async def open_page(browser: Browser, base_url: str, *, width: int = 1440, dark: bool = False) -> Page:
+async def open_page(browser: Browser, base_url: str, api_key: str, *, width: int = 1440, dark: bool = False) -> Page:
     page = await browser.new_page(
-        viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
+        viewport={"width": width, "height": 900},
+        color_scheme="dark" if dark else "light",
+        reduced_motion="reduce",
+        ignore_https_errors=True,  # Chromium has its own list of whom it trusts
+        extra_http_headers={"Authorization": f"Bearer {api_key}"},
     )
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -118,8 +122,10 @@ async def test_prompts_are_text_and_never_markup(page: Page) -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [*((width, False) for width in WIDTHS), (1440, True)])
-async def test_axe_finds_nothing_and_nothing_overflows(browser: Browser, base_url: str, width: int, dark: bool) -> None:
-    page = await open_page(browser, base_url, width=width, dark=dark)
+async def test_axe_finds_nothing_and_nothing_overflows(
+    browser: Browser, base_url: str, api_key: str, width: int, dark: bool
+) -> None:
+    page = await open_page(browser, base_url, api_key, width=width, dark=dark)
     await page.click("#send")
     await expect(page.locator("#send")).to_be_enabled(timeout=60_000)
     results = await Axe().run(page)

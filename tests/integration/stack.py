@@ -24,6 +24,7 @@ from contracts import subjects
 from contracts.messages import InstanceStatus, NodeStatus, StatusAsk
 from services.bus import Bus, NatsSettings
 from tests.processes import ROOT, free_port, plain_environment
+from tools.secrets.store import Secrets
 
 # --- the stack ----------------------------------------------------------------------------------------------------
 
@@ -31,15 +32,19 @@ from tests.processes import ROOT, free_port, plain_environment
 class Stack:
     """A stack in a folder of its own, on ports of its own."""
 
-    def __init__(self, folder: Path, profile: Path, workers: int = 2, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, profile: Path, workers: int = 2, *, secure: bool = False, **environment: str
+    ) -> None:
         """`environment`: settings of its services, as in TEDISERVE_AGENT_DEVICES."""
         self.environment = environment
+        self.secure = secure
         self.data = folder / "var"
         self.profile = profile
         self.workers = workers
         self.port, self.nats_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.nats_url = f"nats://127.0.0.1:{self.nats_port}"
+        self.url = f"{'https' if secure else 'http'}://127.0.0.1:{self.port}"
+        self.nats_url = f"{'tls' if secure else 'nats'}://127.0.0.1:{self.nats_port}"
+        self.secrets = Secrets(self.data / "secrets", {})  # of a secure one
         self.console = folder / "console.txt"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -47,6 +52,7 @@ class Stack:
         """Returns once the stack says that it is ready."""
         command = [sys.executable, "-m", "tools.up", "--port", str(self.port), "--nats-port", str(self.nats_port)]
         command += ["--profile", str(self.profile), "--workers", str(self.workers), "--data", str(self.data)]
+        command += ["--secure"] if self.secure else []
         with self.console.open("ab") as console:
             environment = plain_environment(**self.environment)
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console, env=environment)
@@ -167,8 +173,10 @@ class Stack:
 
 
 @contextlib.contextmanager
-def running_stack(folder: Path, profile: Path, workers: int = 2, **environment: str) -> Iterator[Stack]:
-    stack = Stack(folder, profile, workers, **environment)
+def running_stack(
+    folder: Path, profile: Path, workers: int = 2, *, secure: bool = False, **environment: str
+) -> Iterator[Stack]:
+    stack = Stack(folder, profile, workers, secure=secure, **environment)
     try:
         stack.start()
         yield stack

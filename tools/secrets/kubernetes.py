@@ -13,8 +13,14 @@ def manifests(made: Secrets) -> list[dict[str, Any]]:
     ca = made.ca.read_text(encoding="utf-8")
     objects = [
         _secret("nats-server", made.public_keys),  # variables of nats-server
-        _secret("nats-tls", {"ca.pem": ca} | _pair(made, "nats")),
-        _secret("gateway-tls", _pair(made, "gateway")),
+        _secret(
+            "nats-tls",
+            {
+                "ca.pem": ca,
+                "tls.crt": made.certificate("nats").read_text(encoding="utf-8"),
+                "tls.key": made.private_key("nats").read_text(encoding="utf-8"),
+            },
+        ),
         _secret("gateway-keys", {"api-keys.toml": made.key_file.read_text(encoding="utf-8")}),
     ]
     for pod in SERVICES:
@@ -22,13 +28,6 @@ def manifests(made: Secrets) -> list[dict[str, Any]]:
             keys = {f"{name}.nk": made.nkey(name).read_text(encoding="utf-8") for name in _WITH.get(pod, (pod,))}
             objects.append(_secret(f"nats-{pod}", {"ca.pem": ca} | keys))
     return objects
-
-
-def _pair(made: Secrets, server: str) -> dict[str, str]:
-    return {
-        "tls.crt": made.certificate(server).read_text(encoding="utf-8"),
-        "tls.key": made.private_key(server).read_text(encoding="utf-8"),
-    }
 
 
 def _secret(name: str, data: dict[str, str]) -> dict[str, Any]:

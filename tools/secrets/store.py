@@ -22,6 +22,15 @@ import trustme
 from contracts.permissions import SERVICES, variable_of
 from services.gateway.keys import hash_key
 
+# All rights, no limits: keys for others have some (tediserve keys new).
+_ADMIN = """[admin]
+sha256 = "{}"
+tiers = ["default", "flex", "priority"]
+pin = true
+calls_per_s = 0
+max_open = 0
+"""
+
 
 class Secrets(NamedTuple):
     """Where they lie, and what is no secret of them."""
@@ -90,7 +99,7 @@ def make_secrets(folder: Path, hosts: Sequence[str]) -> Secrets:
         _make_certificates(made, hosts)
     if not made.api_key.exists():
         key = "tds-" + secrets.token_urlsafe(32)
-        write_secret(made.key_file, f'[admin]\nsha256 = "{hash_key(key)}"\npin = true\n')
+        write_secret(made.key_file, _ADMIN.format(hash_key(key)))
         write_secret(made.api_key, key + "\n")
     return made
 
