@@ -226,8 +226,7 @@ async def test_killed_in_the_middle_it_goes_on_where_it_was(judge: FakeJudge, tm
     )
     try:
         await until(lambda: judge.under_way == 2 and not judge.hold.is_set(), "the run waits in the middle", 60)
-        with pytest.raises(AssertionError, match="another run"):
-            assert await command(judge, answers) == 0, "another run"
+        assert await command(judge, answers) == 2  # another run writes to the file
     finally:
         child.send_signal(signal.SIGKILL)
         await child.wait()
