@@ -44,19 +44,22 @@ async def page(browser: Browser, base_url: str, api_key: str) -> AsyncIterator[P
 
 
 async def open_page(browser: Browser, base_url: str, api_key: str, *, width: int = 1440, dark: bool = False) -> Page:
+    """With the key as if it had been typed before; "": not yet."""
     page = await browser.new_page(
         viewport={"width": width, "height": 900},
         color_scheme="dark" if dark else "light",
         reduced_motion="reduce",
         ignore_https_errors=True,  # Chromium has its own list of whom it trusts
-        extra_http_headers={"Authorization": f"Bearer {api_key}"},
     )
+    if api_key:
+        await page.add_init_script(f"sessionStorage.setItem('tediserve-api-key', '{api_key}')")
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.complaints = complaints  # type: ignore[attr-defined]
     await page.goto(base_url + "/")
-    await expect(page.locator("#model")).to_have_text("tedi-tiny", timeout=15_000)
+    told = "tedi-tiny" if api_key else "an API key is needed"
+    await expect(page.locator("#model")).to_have_text(told, timeout=15_000)
     return page
 
 
@@ -111,6 +114,29 @@ async def test_a_refusal_says_why_and_a_running_call_can_be_stopped(page: Page) 
     await page.click("#stop")
     await expect(page.locator("#error")).to_have_text("Stopped.")
     await expect(page.locator("#send")).to_be_enabled()
+
+
+async def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, base_url: str, api_key: str) -> None:
+    page = await open_page(browser, base_url, "")
+    await expect(page.locator("#key")).to_be_focused()
+    results = await Axe().run(page)
+    assert results.violations_count == 0, results.generate_report()
+    await page.fill("#key", "tds-wrong")
+    await page.press("#key", "Enter")
+    await expect(page.locator("#access-why")).to_contain_text("not known")
+    assert await page.evaluate("sessionStorage.length") == 0
+    await page.fill("#key", f" {api_key} ")
+    await page.press("#key", "Enter")
+    await expect(page.locator("#model")).to_have_text("tedi-tiny", timeout=15_000)
+    await expect(page.locator("#access")).to_be_hidden()
+    await page.click("#send")
+    await expect(page.locator("#send")).to_be_enabled(timeout=60_000)
+    assert "####" in await page.inner_text("#answer")
+    await page.reload()
+    await expect(page.locator("#model")).to_have_text("tedi-tiny", timeout=15_000)
+    assert await page.evaluate("localStorage.length + document.cookie.length") == 0
+    assert not [text for text in page.complaints if "401" not in text]  # type: ignore[attr-defined]
+    await page.close()
 
 
 async def test_prompts_are_text_and_never_markup(page: Page) -> None:

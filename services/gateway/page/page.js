@@ -23,6 +23,42 @@ const showFacts = (list, facts) =>
 
 const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(2)} s`);
 
+// --- the API key -------------------------------------------------------------------------------------------------
+
+const KEY = "tediserve-api-key"; // in sessionStorage: of this tab, and gone with it
+
+class NeedsKey extends Error {}
+
+async function call(path, options = {}) {
+  // Fetches with the key, if there is one. Throws NeedsKey where another one is wanted, Error at any other refusal.
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  throw new (response.status === 401 ? NeedsKey : Error)(await errorText(response));
+}
+
+async function errorText(response) {
+  const body = await response.json().catch(() => null);
+  return body?.error?.message ?? `The gateway answered ${response.status}.`;
+}
+
+function askForKey(why) {
+  const isFirst = !sessionStorage.getItem(KEY);
+  sessionStorage.removeItem(KEY);
+  if (!state.model) $("model").textContent = "an API key is needed";
+  $("access-why").textContent = isFirst ? "" : why;
+  $("access").hidden = false;
+  if (document.activeElement === document.body) $("key").focus();
+}
+
+function useKey() {
+  sessionStorage.setItem(KEY, $("key").value.trim());
+  $("key").value = "";
+  $("access").hidden = true;
+  poll();
+}
+
 // --- the canvas --------------------------------------------------------------------------------------------------
 
 class Canvas {
@@ -97,13 +133,12 @@ async function ask() {
   const began = performance.now();
   const live = { steps: 0, threshold: null, instance: "–", text: "" };
   try {
-    const response = await fetch("v1/chat/completions", {
+    const response = await call("v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(callBody()),
       signal: running.signal,
     });
-    if (!response.ok) throw new Error(await errorText(response));
     for await (const chunk of events(response.body)) take(chunk, live, began);
   } catch (error) {
     showError(error.name === "AbortError" ? "Stopped." : error.message);
@@ -123,11 +158,6 @@ function callBody() {
   if ($("slo").value) body.slo_ms = Number($("slo").value);
   if ($("mode").value === "pin") body.threshold = Number($("pin").value);
   return body;
-}
-
-async function errorText(response) {
-  const body = await response.json().catch(() => null);
-  return body?.error?.message ?? `The gateway answered ${response.status}.`;
 }
 
 async function* events(stream) {
@@ -191,10 +221,10 @@ const state = { model: "" };
 
 async function poll() {
   try {
-    const response = await fetch("v1/cluster", { signal: AbortSignal.timeout(5000) });
-    if (!response.ok) throw new Error(await errorText(response));
+    const response = await call("v1/cluster", { signal: AbortSignal.timeout(5000) });
     showCluster(await response.json());
   } catch (error) {
+    if (error instanceof NeedsKey) return askForKey(error.message); // goes on with a key
     $("cluster-state").textContent = `No news from the gateway: ${error.message}`;
   }
   setTimeout(poll, POLL_MS);
@@ -281,6 +311,10 @@ for (const sample of SAMPLES) {
 $("prompt").value = SAMPLES[2];
 $("mode").addEventListener("change", () => { $("pin").disabled = $("mode").value !== "pin"; });
 $("pin").addEventListener("input", () => { $("pin-value").textContent = Number($("pin").value).toFixed(2); });
+$("access").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey();
+});
 $("stop").addEventListener("click", () => running?.abort());
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
