@@ -19,11 +19,11 @@ UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS
 	$(if $(SECURE),--secure) $(if $(VERBOSE),--verbose)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-api test-gpu test-lm-eval test-vllm check format conformance bench bench-engine bench-slo docs clean
+.PHONY: help up down test test-api test-gpu test-lm-eval test-vllm check format conformance bench bench-engine bench-slo bench-telemetry docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA SECURE=1 VERBOSE=1; of make test, bench, bench-engine, bench-slo: ARGS"
+	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA SECURE=1 VERBOSE=1; of make test, bench, bench-engine, bench-slo, bench-telemetry: ARGS"
 
 up: $(VENV)/.installed-up ## start the whole stack here: nats-server, the services, an agent with two workers
 	@$(PY) -m tools.up $(UP_ARGS)
@@ -66,6 +66,9 @@ bench-engine: $(VENV)/.installed-dev ## measure the engine against a plain imple
 
 bench-slo: $(VENV)/.installed-dev ## compare policies under load, live; takes hours, can be resumed; ARGS=report prints what there is
 	$(PY) -m tools.bench.slo $(ARGS)
+
+bench-telemetry: $(VENV)/.installed-dev ## what traces cost: two live stacks, traces on and off, in turn; six minutes
+	$(PY) -m tools.bench.telemetry $(ARGS)
 
 docs: $(VENV)/.installed-dev ## write docs/contracts.md and docs/asyncapi.yaml anew, from contracts/
 	$(PY) -m tools.asyncapi

@@ -347,7 +347,7 @@ class Worker:
         else:
             self._handle(Stored(run_id=write.run_id, record=write.record, seq=seq))
             if telemetry.is_on():
-                _record_spans(write, stored_at=time.time())
+                record_spans(write, stored_at=time.time())
 
     async def _ask_to_drain(self) -> None:
         notice = m.DrainNotice(instance_id=self._policy.instance.instance_id)
@@ -399,7 +399,7 @@ def _within(trace: str) -> Iterator[None]:
         trace_parent.reset(token)
 
 
-def _record_spans(write: Write, *, stored_at: float) -> None:
+def record_spans(write: Write, *, stored_at: float) -> None:
     """What the stored record tells that no earlier one did, under the trace of the request."""
     record = write.record
     ended_at = record.written_at

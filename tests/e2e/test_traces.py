@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.integration.stack import Stack, running_stack
 from tests.otlp_receiver import ReceivedSpan, Receiver, receiver
 from tests.processes import free_port
 from tests.waiting import until, wait_until
+from tools.bench.stack import ports_in_a_row
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -34,21 +34,11 @@ MANY_BLOCKS = 8
 SERVER = 2  # OTLP's number for that kind of span
 
 
-def two_free_ports() -> int:
-    """The first of two that follow each other."""
-    while True:
-        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            second.bind(("127.0.0.1", port + 1))
-            return port
-
-
 METRICS_PORTS = {
     "scheduler": free_port(),
     "threshold_controller": free_port(),
     "step_predictor": free_port(),
-    "worker": two_free_ports(),  # of the first; the second's is the next
+    "worker": ports_in_a_row(2)[0],  # of the first; the second's is the next
 }
 
 

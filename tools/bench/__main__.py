@@ -88,13 +88,9 @@ def _steps(profile: str, count: int) -> None:
 
 def _step_overhead(profile: str, count: int) -> StepOverhead:
     (port,) = free_ports(1)
-    os.environ["TEDISERVE_WORKER_METRICS_PORT"] = str(port)
-    try:
-        with running_stack(profile, workers=1) as (url, _):
-            measure_throughput(url, count, in_flight=4)
-            return read_overhead(f"http://127.0.0.1:{port}/metrics")
-    finally:
-        del os.environ["TEDISERVE_WORKER_METRICS_PORT"]
+    with running_stack(profile, workers=1, environment={"TEDISERVE_WORKER_METRICS_PORT": str(port)}) as (url, _):
+        measure_throughput(url, count, in_flight=4)
+        return read_overhead(f"http://127.0.0.1:{port}/metrics")
 
 
 def _control(profile: str) -> None:

@@ -55,9 +55,10 @@ def measure_overhead(url: str, count: int) -> Overhead:
     return asyncio.run(_overhead(url, problems(count)))
 
 
-def measure_throughput(url: str, count: int, in_flight: int) -> Throughput:
-    """`count` requests, `in_flight` at a time."""
-    answers, took_s = asyncio.run(_run(url, problems(count), in_flight))
+def measure_throughput(url: str, count: int, in_flight: int, threshold: float | None = None) -> Throughput:
+    """`count` requests, `in_flight` at a time. `threshold`: pins theirs."""
+    pinned: dict[str, Any] = {} if threshold is None else {"threshold": threshold}
+    answers, took_s = asyncio.run(_run(url, problems(count), in_flight, pinned))
     latencies = [a.http_s for a in answers]
     return Throughput(
         in_flight=in_flight,
@@ -114,7 +115,9 @@ def _body(model: str, problem: tasks.Problem) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": problem.prompt}]}
 
 
-async def _run(url: str, asked: Sequence[tasks.Problem], in_flight: int) -> tuple[list[Answered], float]:
+async def _run(
+    url: str, asked: Sequence[tasks.Problem], in_flight: int, more: dict[str, Any]
+) -> tuple[list[Answered], float]:
     slots = asyncio.Semaphore(in_flight)
     limits = httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight)
     async with httpx.AsyncClient(base_url=url, timeout=_REQUEST_LIMIT_S, limits=limits) as client:
@@ -122,16 +125,16 @@ async def _run(url: str, asked: Sequence[tasks.Problem], in_flight: int) -> tupl
 
         async def answer(problem: tasks.Problem) -> Answered:
             async with slots:
-                return await _ask(client, model, problem)
+                return await _ask(client, _body(model, problem) | more, problem)
 
         started_at = time.perf_counter()
         answers = await asyncio.gather(*(answer(problem) for problem in asked))
         return list(answers), time.perf_counter() - started_at
 
 
-async def _ask(client: httpx.AsyncClient, model: str, problem: tasks.Problem) -> Answered:
+async def _ask(client: httpx.AsyncClient, body: dict[str, Any], problem: tasks.Problem) -> Answered:
     started_at = time.perf_counter()
-    response = await client.post("/v1/chat/completions", json=_body(model, problem))
+    response = await client.post("/v1/chat/completions", json=body)
     http_s = time.perf_counter() - started_at
     response.raise_for_status()
     answer: dict[str, Any] = response.json()

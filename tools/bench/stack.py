@@ -1,13 +1,14 @@
 """A stack of its own for a measurement: `python -m tools.up` on free ports, with a data folder of its own."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +27,12 @@ class Addresses(NamedTuple):
 
 
 @contextlib.contextmanager
-def running_stack(profile: str, workers: int, folder: Path | None = None) -> Iterator[Addresses]:
+def running_stack(
+    profile: str, workers: int, folder: Path | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[Addresses]:
     """Yields its addresses once the stack is ready. Raises RuntimeError with its output if it ends before.
 
-    `folder`: of its data, and it stays; by default one that is removed.
+    `folder`: of its data, and it stays; by default one that is removed. `environment`: settings of its services.
     """
     with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="tediserve-bench-") as data:
         command = [sys.executable, "-m", "tools.up", "--profile", profile, "--workers", str(workers)]
@@ -37,7 +40,10 @@ def running_stack(profile: str, workers: int, folder: Path | None = None) -> Ite
         http_port, nats_port = free_ports(2)
         with (Path(data) / "up.out").open("w+b") as output:
             process = subprocess.Popen(
-                [*command, "--port", str(http_port), "--nats-port", str(nats_port)], stdout=output, stderr=output
+                [*command, "--port", str(http_port), "--nats-port", str(nats_port)],
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **(environment or {})},
             )
             try:
                 url = f"http://127.0.0.1:{http_port}"
