@@ -1,23 +1,24 @@
-"""`python -m tools.experiments rates`: the paper's experiments in the simulator, beside the published figures."""
+"""`python -m tools.experiments all`: the paper's experiments in the simulator, beside the published figures.
+
+Rows lie in docs/results, docs/RESULTS.md is made of them. What is interrupted goes on where it was; rows of other code
+than today's are run anew.
+"""
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.settings import ConfigError
-from tools.experiments import rates, report
-
-ROOT = Path(__file__).parents[2]
+from tools.experiments import diurnal_command, plan, report, sweep, validate
+from tools.experiments.plan import BY_NAME, EXPERIMENTS, Point
+from tools.experiments.recordings import ROOT
+from tools.experiments.setups import SETUPS
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Parse the command line (or these words) and run the experiment."""
-    parser = argparse.ArgumentParser(prog="python -m tools.experiments", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    _add_rates(commands)
-    arguments = parser.parse_args(words)
+    """Parse the command line (or these words) and run the command."""
+    arguments = _parser().parse_args(words)
     try:
         arguments.run(arguments)
     except ConfigError as error:
@@ -28,70 +29,71 @@ def main(words: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _add_rates(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("rates", help="attainment and accuracy over the rate on GSM8K; can be resumed")
-    parser.add_argument("--models", type=_words, default=tuple(rates.MODELS), help="of llada, dream (default: both)")
-    parser.add_argument("--systems", type=_words, default=rates.SYSTEMS, help=f"(default: {','.join(rates.SYSTEMS)})")
-    parser.add_argument("--rates", type=_numbers, help="per second and GPU (default: the published ones)")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each (default: 1)")
-    parser.add_argument("--requests", type=int, default=rates.REQUESTS, help="of each run (default: %(default)s)")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of RESULTS.md (default: docs)")
-    parser.add_argument(
-        "--report-only", action="store_true", help="run nothing; RESULTS.md from the rows that are there"
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.experiments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.set_defaults(run=_rates)
+    commands = parser.add_subparsers(required=True)
+    _add_sweep(commands, "all", "all of them, one after the other")
+    for experiment in EXPERIMENTS:
+        _add_sweep(commands, experiment.name, experiment.title.lower())
+    only = commands.add_parser("report", help="docs/RESULTS.md from the rows that there are")
+    only.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder (default: docs)")
+    only.set_defaults(run=lambda arguments: report.write(arguments.docs))
+    validate.add_command(commands)
+    diurnal_command.add_command(commands, report.write)
+    return parser
 
 
-def _rates(arguments: argparse.Namespace) -> None:
-    if unknown := [name for name in arguments.models if name not in rates.MODELS]:
-        raise ConfigError(f"models: {unknown[0]!r} is not of {', '.join(rates.MODELS)}")
-    path = arguments.docs / "results" / "gsm8k-rates.csv"
-    for name in arguments.models if not arguments.report_only else ():
-        model = rates.MODELS[name]
-        rates.sweep(
-            model,
-            path,
-            systems=arguments.systems,
-            rates=arguments.rates or model.rates,
-            seeds=range(arguments.seeds),
-            requests=arguments.requests,
-            on_cell=_teller(),
-        )
-    write_report(arguments.docs, rates.read_cells(path))
+def _add_sweep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, about: str) -> None:
+    parser = commands.add_parser(name, help=about)
+    add = parser.add_argument
+    add("--setups", type=_words, default=tuple(SETUPS), metavar="A,B", help=f"of {', '.join(SETUPS)} (default: all)")
+    add("--systems", type=_words, metavar="A,B", help="(default: all of the experiment)")
+    add("--seeds", type=int, default=5, help="at most so many runs of each (default: 5)")
+    add("--requests", type=int, help="of each run, at most (default: as many as the paper)")
+    add("--anew", action="store_true", help="also what is there of today's code")
+    add("--processes", type=int, default=2, help="(default: 2)")
+    add("--docs", type=Path, default=ROOT / "docs", help="folder of RESULTS.md (default: docs)")
+    parser.set_defaults(run=_sweep, experiment=name)
 
 
-def write_report(docs: Path, cells: Sequence[rates.Cell]) -> None:
-    """RESULTS.md and its plots. Raises ConfigError where there is nothing to report."""
-    if not cells:
-        raise ConfigError("there are no rows yet: run without --report-only")
-    published = rates.read_published()
-    (docs / "RESULTS.md").write_text(report.results_text(cells, published), encoding="utf-8")
-    for name, model in rates.MODELS.items():
-        if ours := [cell for cell in cells if cell.model == model.name]:
-            report.draw(model, ours, published if name == "llada" else None, docs / "results" / report.plot_name(model))
+def _sweep(arguments: argparse.Namespace) -> None:
+    experiments = EXPERIMENTS if arguments.experiment == "all" else (BY_NAME[arguments.experiment],)
+    _check(arguments, experiments)
+
+    def is_wanted(point: Point) -> bool:
+        systems = arguments.systems or (point.system,)
+        return point.setup in arguments.setups and point.system in systems and point.seed < arguments.seeds
+
+    sweep.sweep(
+        experiments,
+        arguments.docs / "results",
+        processes=arguments.processes,
+        requests=arguments.requests,
+        is_wanted=is_wanted,
+        anew=arguments.anew,
+        tell=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    report.write(arguments.docs)
 
 
-def _teller() -> "Callable[[rates.Cell], None]":
-    started = time.monotonic()
-
-    def tell(cell: rates.Cell) -> None:
-        seconds = time.monotonic() - started
-        in_time = "-" if cell.attainment is None else f"{100 * cell.attainment:.1f}%"
-        text = f"{seconds:5.0f} s  {cell.model} {cell.system} at {cell.rate:g}, seed {cell.seed}: {in_time} in time"
-        print(text, file=sys.stderr, flush=True)
-
-    return tell
+def _check(arguments: argparse.Namespace, experiments: Sequence[plan.Experiment]) -> None:
+    """Raises ConfigError."""
+    known = {point.system for experiment in experiments for point in experiment.points()}
+    for name, chosen, all_names in (
+        ("setups", arguments.setups, SETUPS),
+        ("systems", arguments.systems or (), sorted(known)),
+    ):
+        if unknown := [word for word in chosen if word not in all_names]:
+            raise ConfigError(f"{name}: {unknown[0]!r} is not of {', '.join(all_names)}")
+    for name in ("seeds", "processes", "requests"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ConfigError(f"{name}: {value} is not positive")
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(word) for word in _words(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between them") from None
 
 
 if __name__ == "__main__":

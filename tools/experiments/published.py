@@ -5,6 +5,7 @@ denoise_steps_gsm8k.json, paper_results.json.
 1. A latency profile is their median times by tokens in the pass, fitted as our own measurements are
    (services/denoiser/latency_fit.py): recompute and cache steps share one curve there, and context is no key.
 2. Of each request the steps at each threshold are taken as they are; accuracy is theirs at fixed thresholds.
+3. What they measured of whole systems goes into published_figures.json, by the names that our tables have.
 """
 
 import argparse
@@ -96,6 +97,85 @@ def step_counts(counted: dict[str, Any], results: dict[str, Any]) -> StepCounts:
     )
 
 
+# --- figures of whole systems -------------------------------------------------------------------------------------
+
+FIGURES = Path(__file__).parent / "published_figures.json"
+_BENCHMARKS = {"GSM8K": "llada-gsm8k", "MMLU-Pro": "llada-mmlu", "MBPP": "llada-mbpp"}
+_SYSTEMS = {"TeDiServe": ("tedi", "paper"), "Llumnix": ("llumnix",), "INFaaS": ("infaas",)}
+_ABLATIONS = {
+    "infaas": ("infaas",),
+    "async_no_load_control": ("no-load-control",),
+    "async_no_slo_aware": ("no-deadline-control",),
+    "async": ("tedi", "paper"),
+}
+_FORECASTS = {
+    "oracle": ("no-load-control:oracle",),
+    "all": ("no-load-control:blurred",),
+    "oneshot": ("no-load-control:first",),
+}
+_GH200_BASE_S = 1.045
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A published point, beside which ours stand."""
+
+    experiment: str
+    setup: str
+    systems: tuple[str, ...]  # of ours
+    rate: float  # a GPU
+    slo_factor: float
+    attainment: float
+    accuracy: float
+    latency_mean_s: float | None = None
+
+    def matches(self, setup: str, system: str, rate: float, slo_factor: float) -> bool:
+        near = abs(self.rate - rate) < 0.005 and abs(self.slo_factor - slo_factor) < 0.005
+        return near and self.setup == setup and system in self.systems
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    source: str
+    rows: list[Figure]
+
+    def find(self, experiment: str, setup: str, system: str, rate: float, slo_factor: float) -> Figure | None:
+        found = (row for row in self.rows if row.experiment == experiment)
+        return next((row for row in found if row.matches(setup, system, rate, slo_factor)), None)
+
+
+def read_figures() -> Figures:
+    return msgspec.json.decode(FIGURES.read_bytes(), type=Figures)
+
+
+def figures_of(results: dict[str, Any]) -> Figures:
+    rows = [figure for row in results["rows"] for figure in [_figure(row)] if figure is not None]
+    source = f"github.com/tauChang/TeDiServe (Apache-2.0)@{results['commit_default'][:8]}, plots of the paper"
+    return Figures(source=source, rows=rows)
+
+
+def _figure(row: dict[str, Any]) -> Figure | None:
+    """None for what we do not compare with."""
+    match row["experiment"]:
+        case "accuracy_benchmark_rps":
+            where = ("rates", _BENCHMARKS[row["benchmark"]], _SYSTEMS[row["system"]], 5.0)
+        case "ablation_threshold_control":
+            where = ("ablations", "gh200", _ABLATIONS[row["system_id"]], row["slo_s"] / _GH200_BASE_S)
+        case "ablation_step_predictor" if row["system_id"] in _FORECASTS:
+            where = ("forecasts", "gh200-all", _FORECASTS[row["system_id"]], row["slo_s"] / _GH200_BASE_S)
+        case _:
+            return None
+    experiment, setup, systems, slo_factor = where
+    return Figure(
+        experiment=experiment,
+        setup=setup,
+        systems=systems,
+        rate=round(row["rps_total"] / row["gpus"], 4),
+        slo_factor=round(slo_factor, 4),
+        attainment=row["slo_attainment"],
+        accuracy=row["accuracy"],
+        latency_mean_s=row.get("avg_latency_s"),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.experiments.published", description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -111,6 +191,7 @@ def main() -> None:
         write_latency(latencies["profiles"], wanted, ROOT / "profiles" / wanted.folder)
     encoded = msgspec.json.encode(step_counts(counted, results)).replace(b',"', b',\n"').replace(b"[[", b"[\n[")
     (ROOT / "tools/simulate/published/gsm8k-llada-8b.json").write_bytes(encoded + b"\n")
+    FIGURES.write_bytes(msgspec.json.encode(figures_of(results)).replace(b'{"exp', b'\n{"exp') + b"\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Ask(NamedTuple):
     path: str
     content: dict[str, Any]  # the part of the request's body that holds the prompt
     is_correct: Callable[[str], bool] | None  # None: nobody knows
+    reference: str | None = None  # a right answer, where one is known
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 def built_in(count: int, seed: int) -> list[Ask]:
     """Rule 1. Takes about 2 ms of processor time for each, as few problems are held out: do it before a run."""
     rng = Random(f"loadgen/problems/{seed}")
-    return [_of_problem(tasks.sample(rng, "held_out")) for _ in range(count)]
+    return [of_problem(tasks.sample(rng, "held_out")) for _ in range(count)]
 
 
 def read_asks(path: Path) -> list[Ask]:
@@ -75,17 +76,18 @@ def _ask(encoded: bytes, place: str) -> Ask:
     expected = line.answer if line.expected is None else line.expected
     is_correct = None if expected is None else partial(matches, expected)
     if line.prompt is not None:
-        return Ask("/v1/completions", {"prompt": line.prompt}, is_correct)
+        return Ask("/v1/completions", {"prompt": line.prompt}, is_correct, expected)
     messages = line.messages or [ChatMessage("user", line.question or "")]
-    return _chat(msgspec.to_builtins(messages), is_correct)
+    return _chat(msgspec.to_builtins(messages), is_correct, expected)
 
 
-def _of_problem(problem: tasks.Problem) -> Ask:
-    return _chat([{"role": "user", "content": problem.prompt}], partial(tasks.is_correct, problem))
+def of_problem(problem: tasks.Problem) -> Ask:
+    """A chat of one message."""
+    return _chat([{"role": "user", "content": problem.prompt}], partial(tasks.is_correct, problem), problem.answer)
 
 
-def _chat(messages: list[dict[str, str]], is_correct: Callable[[str], bool] | None) -> Ask:
-    return Ask("/v1/chat/completions", {"messages": messages}, is_correct)
+def _chat(messages: list[dict[str, str]], is_correct: Callable[[str], bool] | None, reference: str | None) -> Ask:
+    return Ask("/v1/chat/completions", {"messages": messages}, is_correct, reference)
 
 
 def _result(text: str) -> str:

@@ -1,7 +1,8 @@
 """What is asked: problems of the built-in tasks or the lines of a JSONL file, in tokens as the gateway makes them.
 
 A line is {"prompt": "text"}, as /v1/completions takes it, or {"messages": [{"role": ..., "content": ...}, ...]}, as
-/v1/chat/completions does; "task" may name a group. Whether an answer is correct is known of the built-in tasks alone.
+/v1/chat/completions does; "task" may name a group. Whether an answer is correct is known of the built-in tasks, and of
+lines that are such problems: "task", "answer" and "results" as a recording's prompts.jsonl has them.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     task: str = ""
+    answer: str | None = None
+    results: tuple[str, ...] = ()
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,7 +119,7 @@ def _asked(line: Line, number: int, codec: TextCodec, problem: Problem | None = 
         task=line.task,
         prompt=line.prompt,
         messages=line.messages,
-        answer=problem.answer if problem else None,
-        results=problem.expected if problem else (),
+        answer=problem.answer if problem else line.answer,
+        results=problem.expected if problem else line.results,
     )
     return Asked(prompt, ids)
