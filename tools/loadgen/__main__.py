@@ -17,12 +17,13 @@ from typing import Any, TextIO
 import msgspec
 
 from services.settings import ConfigError
+from tools.loadgen.answers import answers_file
 from tools.loadgen.arrivals import Source, poisson, read_trace
 from tools.loadgen.asks import Ask, built_in, read_asks
 from tools.loadgen.client import Endpoint, open_endpoint
 from tools.loadgen.run import OpenLoop
 from tools.loadgen.schedule import Mix, Send, parse_mix, sends
-from tools.loadgen.tally import Report, Tally, describe
+from tools.loadgen.tally import Outcome, Report, Tally, describe
 
 _REDRAW_S = 0.5
 _SPARE_FILES = 64  # beside the connections
@@ -83,6 +84,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout-s", type=_positive, default=120.0, help="of one request (default: 120)")
     add("--max-lag-ms", type=_positive, default=50.0, help="the client's own p99 above it spoils the run (default: 50)")
     add("--out", type=Path, help="JSON file for options and results")
+    add("--answers", type=Path, help="JSONL file for all answers, as tools.judge reads them")
     return parser.parse_args(words)
 
 
@@ -146,7 +148,9 @@ async def _load(options: argparse.Namespace, source: Source, asks: list[Ask]) ->
         stream=options.stream,
         api_key=options.api_key,
     ) as endpoint:
-        await _run(endpoint, await _body(options, endpoint), due, tally)
+        body = await _body(options, endpoint)
+        with answers_file(options.answers) as keep_answer:
+            await _run(endpoint, body, due, tally, keep_answer)
     return tally.report()
 
 
@@ -158,9 +162,20 @@ async def _body(options: argparse.Namespace, endpoint: Endpoint) -> dict[str, An
     return {"model": model} | {name: value for name, value in told.items() if value is not None}
 
 
-async def _run(endpoint: Endpoint, body: dict[str, Any], due: Iterator[Send], tally: Tally) -> None:
+async def _run(
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    due: Iterator[Send],
+    tally: Tally,
+    keep_answer: Callable[[Outcome], None],
+) -> None:
     """Until all have ended, or Ctrl-C: then what there is counts as interrupted."""
-    loop = OpenLoop(endpoint, body, tally.add, max_in_flight=tally.max_in_flight)
+
+    def on_outcome(outcome: Outcome) -> None:
+        tally.add(outcome)
+        keep_answer(outcome)
+
+    loop = OpenLoop(endpoint, body, on_outcome, max_in_flight=tally.max_in_flight)
     running = asyncio.create_task(loop.run(due))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, running.cancel)
     async with shown(loop, tally, sys.stderr):

@@ -67,6 +67,7 @@ class OpenLoop:
                     mean_threshold=answer.mean_threshold,
                     moves=answer.moves,
                     is_correct=send.ask.is_correct(answer.text) if send.ask.is_correct else None,
+                    answer=answer.text,
                 )
             )
         finally:

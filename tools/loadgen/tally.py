@@ -37,6 +37,7 @@ class Outcome(NamedTuple):
     mean_threshold: float | None = None
     moves: int | None = None
     is_correct: bool | None = None  # None: nobody knows
+    answer: str = ""
 
     @property
     def met(self) -> bool | None:

@@ -19,6 +19,7 @@ from aiohttp.test_utils import TestServer
 from services.settings import ConfigError
 from tests.processes import ROOT, free_port
 from tests.waiting import until
+from tools.judge.files import read_answers
 from tools.loadgen.__main__ import main, shown
 from tools.loadgen.asks import Ask
 from tools.loadgen.client import Failed, open_endpoint
@@ -103,7 +104,7 @@ async def run(server: FakeServer, sends: list[Send], *, stream: bool = False, ma
 
 async def test_an_answer_and_what_it_was_asked_with(server: FakeServer) -> None:
     (outcome,) = await run(server, [send("answer", slo_ms=5000, tier="flex")])
-    assert outcome[3:] == ("", None, 7, 5, 0.8, 1, True)
+    assert outcome[3:] == ("", None, 7, 5, 0.8, 1, True, "42")
     assert outcome.met
     assert server.bodies == [
         {"prompt": "answer", "model": "first", "threshold": 0.7, "slo_ms": 5000, "service_tier": "flex"}
@@ -216,6 +217,25 @@ async def test_a_trace_that_ends_too_soon_is_refused(tmp_path: Path, capsys: pyt
     trace.write_text("start_s,total_rps\n0,5\n10,5\n")
     assert await command("--trace", trace, "--speed", 4, "--duration", 60, "--problems", 1) == 2
     assert "lasts 5.0 s at this speed; warm-up and duration are 65 s" in capsys.readouterr().err
+
+
+async def test_all_answers_are_written_as_the_judge_reads_them(server: FakeServer, tmp_path: Path) -> None:
+    prompts, answers, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt": "answer", "expected": "42"}\n{"prompt": "busy", "expected": "42"}\n')
+    options = ["--url", server.url, "--rate", 40, "--warmup", 0, "--duration", 1, "--slo-ms", 60_000]
+    options += ["--prompts", prompts, "--max-lag-ms", 60_000, "--answers", answers, "--out", out]
+    words = [sys.executable, "-m", "tools.loadgen", *map(str, options)]
+    child = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL)
+    assert await asyncio.wait_for(child.wait(), 60) == 0
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(lines) == json.loads(out.read_text())["report"]["due"] == len(server.bodies)
+    for line in lines:
+        assert (line["reference"], line["slo_ms"], line["latency_ms"] > 0) == ("42", 60_000, True)
+    told = {line["prompt"]: (line.get("answer"), line.get("error"), line.get("is_correct")) for line in lines}
+    assert told == {"answer": ("42", None, True), "busy": (None, "429 full", None)}
+    judged, without_answer = read_answers(answers, "judge")
+    assert len(judged) + without_answer == len(lines)
+    assert {(answer.question, answer.answer, answer.reference) for answer in judged} == {("answer", "42", "42")}
 
 
 async def test_ctrl_c_reports_what_there_is_and_that_it_does_not_count(server: FakeServer) -> None:
