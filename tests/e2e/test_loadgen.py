@@ -36,6 +36,6 @@ def test_a_few_seconds_of_load(base_url: str, client_environment: dict[str, str]
     assert 0 < report["first_text_ms"]["p50"] <= report["latency_ms"]["p50"]
     assert report["tokens_per_s"] > 0
     assert report["mean_steps"] >= 1
-    assert 0.5 <= report["mean_threshold"] <= 0.9
+    assert 0.5 <= report["mean_threshold"] <= 0.9 + 1e-9  # a mean of floats
     assert re.search(r"\| requests due +\| \d+ \(", done.stdout)
     assert "this run counts" in done.stdout
