@@ -14,6 +14,7 @@ from tools.experiments import diurnal_command, plan, report, sweep, validate
 from tools.experiments.plan import BY_NAME, EXPERIMENTS, Point
 from tools.experiments.recordings import ROOT
 from tools.experiments.setups import SETUPS
+from tools.traces.recorder import ProcessLost
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -21,7 +22,7 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(words)
     try:
         arguments.run(arguments)
-    except ConfigError as error:
+    except (ConfigError, ProcessLost) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ _HEAD = """# Results
 The paper's experiments, simulated, beside what its authors published. Made by `python -m tools.experiments all`, which
 can be interrupted and runs anew what is of other code than today's. Rows are in [results/](results/), a file for each
 experiment; `report` instead of `all` makes this page of them. [simulator.md](simulator.md) says how it simulates, and
-what that is worth.
+what that is worth. The two-hour trace and its layouts have commands of their own.
 
 **What counts.** Steps were measured for GSM8K on LLaDA (counted and published by the authors, every request to the end
 of its 256 tokens) and for the built-in tasks (recorded by us, in two ways: every request runs its 256 tokens, so that
