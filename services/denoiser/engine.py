@@ -23,7 +23,7 @@ this rank, d width.
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -81,6 +81,9 @@ __all__ = [
 CacheMode: TypeAlias = Literal["none", "prefix", "dual"]
 Finish: TypeAlias = Literal["eos", "length"]
 RefusalReason: TypeAlias = Literal["bad_request", "too_long", "kv_full", "batch_full", "duplicate"]
+
+
+_COPIED_BYTES = 8 << 20  # of a CPU's logits in float32 at once, where that is a copy: more is no faster
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -208,7 +211,10 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens, max_recompute_tokens=config.max_recompute_tokens
         )
         self._layout: _Layout | None = None
-        self._rows_per_score = max(1, config.max_logits_bytes * model.ranks.size // (4 * shape.vocab_size))
+        float_row_bytes = 4 * shape.vocab_size // model.ranks.size
+        self._rows_of_logits = max(1, config.max_logits_bytes // float_row_bytes)
+        copies = model.device.type == "cpu" and model.dtype != torch.float32
+        self._rows_per_score = max(1, _COPIED_BYTES // float_row_bytes) if copies else self._rows_of_logits
         self._eos_ids = frozenset(shape.eos_ids)
 
     # --- what is held ---
@@ -380,9 +386,8 @@ class Engine:
         """Token and confidence of each wanted row, on the host: the one read-back of a step."""
         mask_id, first_id, ranks = self.model.shape.mask_id, self.model.first_token_id, self.model.ranks
         parts = []
-        for first in range(0, len(hidden_Md), self._rows_per_score):
-            last = first + self._rows_per_score
-            logits_MV = self.model.logits(hidden_Md[first:last])
+        for first, logits_MV in self._logits(hidden_Md):
+            last = first + len(logits_MV)
             entropy_M = None
             if by_entropy_M is not None:
                 entropy_M = negative_entropy(logits_MV.clone(), mask_id, first_id=first_id, ranks=ranks)
@@ -395,6 +400,13 @@ class Engine:
             parts.append(torch.stack([token_M.double(), confidence_M.double()]))  # an id is exact in float64
         token_M, confidence_M = torch.cat(parts, dim=1).cpu().numpy()
         return token_M.astype(np.int64), confidence_M
+
+    def _logits(self, hidden_Md: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Logits [.., V] of some rows at a time, and the number of the first of them."""
+        for first in range(0, len(hidden_Md), self._rows_of_logits):
+            logits_MV = self.model.logits(hidden_Md[first : first + self._rows_of_logits])
+            for start in range(0, len(logits_MV), self._rows_per_score):
+                yield first + start, logits_MV[start : start + self._rows_per_score]
 
     def _commit(self, riders: "Sequence[_Running]", token_M: IntArray, confidence_M: FloatArray) -> list[RequestStep]:
         steps = []

@@ -68,8 +68,8 @@ class Linear(Protocol):
     def __call__(self, x_TC: Tensor) -> Tensor:
         """[T, O]."""
 
-    def added_to(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
-        """x + h @ weight.T: for layers without a bias."""
+    def add_to_(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
+        """x += h @ weight.T: for layers without a bias."""
 
     def outputs(self, part: slice) -> "Linear":
         """A layer for some of the outputs, which shares the weights."""
@@ -145,8 +145,8 @@ class PlainLinear:
     def __call__(self, x_TC: Tensor) -> Tensor:
         return functional.linear(x_TC, self._weight_OC, self._bias_O)
 
-    def added_to(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
-        return torch.addmm(x_TO, h_TC, self._weight_CO)
+    def add_to_(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
+        return x_TO.addmm_(h_TC, self._weight_CO)
 
     def outputs(self, part: slice) -> "PlainLinear":
         return PlainLinear(self._weight_OC[part], _part_of(self._bias_O, part))
@@ -161,8 +161,8 @@ class Fp8Linear:
     def __call__(self, x_TC: Tensor) -> Tensor:
         return self._kernels.fp8_linear(x_TC, self._weight_OC, self._scale_O1, self._bias_O)
 
-    def added_to(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
-        return self(h_TC).add_(x_TO)
+    def add_to_(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
+        return x_TO.add_(self(h_TC))
 
     def outputs(self, part: slice) -> "Fp8Linear":
         return Fp8Linear(self._kernels, self._weight_OC[part], self._scale_O1[part], _part_of(self._bias_O, part))

@@ -72,7 +72,7 @@ class Decoder:
         """Final hidden states [M, d] of the wanted rows; writes the K/V of all T rows into the pool."""
         x_Td = self._embed(batch.token_ids_T)
         for layer in self._layers[:-1]:
-            x_Td = layer.forward(x_Td, batch)
+            x_Td = layer.forward_(x_Td, batch)
         x_Md = self._layers[-1].forward_wanted(x_Td, batch)
         return self.kernels.rms_norm(x_Md, self._norm, self.spec.norm_eps)
 
@@ -105,35 +105,40 @@ class Layer:
         self.attention_out = linear(tensors["attention_out"])
         self.gate_up, self.down = linear(tensors["gate_up"]), linear(tensors["down"])
 
-    def forward(self, x_Td: Tensor, batch: Batch) -> Tensor:
-        """All rows in, all rows out."""
-        h_Td = self.kernels.rms_norm(x_Td, self.attention_norm, self.eps)
-        qkv = self._heads(self.qkv(h_Td))
-        self.rope.rotate_(qkv[:, : self.H + self.K], batch.rotary_T)
-        batch.attention.write(self.index, qkv[:, self.H :])
-        attended = batch.attention.attend(self.index, qkv[:, : self.H], batch.row_counts)
-        return self._mlp(self._add(x_Td, attended, self.attention_out))
+    def forward_(self, x_Td: Tensor, batch: Batch) -> Tensor:
+        """All rows in, all rows out, in place."""
+        return self._mlp_(self._add_(x_Td, self._attended(x_Td, batch), self.attention_out))
 
     def forward_wanted(self, x_Td: Tensor, batch: Batch) -> Tensor:
         """All rows in, only the wanted ones out: keys and values are all that the others are for."""
+        attended = self._attended_wanted(x_Td, batch)
+        return self._mlp_(self._add_(x_Td[batch.wanted_M], attended, self.attention_out))
+
+    def _attended(self, x_Td: Tensor, batch: Batch) -> Tensor:
+        qkv = self._heads(self.qkv(self.kernels.rms_norm(x_Td, self.attention_norm, self.eps)))
+        self.rope.rotate_(qkv[:, : self.H + self.K], batch.rotary_T)
+        batch.attention.write(self.index, qkv[:, self.H :])
+        return batch.attention.attend(self.index, qkv[:, : self.H], batch.row_counts)
+
+    def _attended_wanted(self, x_Td: Tensor, batch: Batch) -> Tensor:
         h_Td = self.kernels.rms_norm(x_Td, self.attention_norm, self.eps)
         kv = self._heads(self.key_value(h_Td))
         self.rope.rotate_(kv[:, : self.K], batch.rotary_T)
         batch.attention.write(self.index, kv)
         query = self._heads(self.query(h_Td[batch.wanted_M]))
         self.rope.rotate_(query, batch.rotary_T[batch.wanted_M])
-        attended = batch.attention.attend(self.index, query, batch.wanted_counts)
-        return self._mlp(self._add(x_Td[batch.wanted_M], attended, self.attention_out))
+        return batch.attention.attend(self.index, query, batch.wanted_counts)
 
     def _heads(self, x_TC: Tensor) -> Tensor:
         return x_TC.view(len(x_TC), -1, self.D)
 
-    def _mlp(self, x_Td: Tensor) -> Tensor:
-        gate_up_TF = self.gate_up(self.kernels.rms_norm(x_Td, self.mlp_norm, self.eps))
-        return self._add(x_Td, self.kernels.silu_and_mul(gate_up_TF), self.down)
+    def _mlp_(self, x_Td: Tensor) -> Tensor:
+        # Nested, so that no name holds a tensor that is done with: the rows of this line are the most of a pass.
+        h_TF = self.kernels.silu_and_mul(self.gate_up(self.kernels.rms_norm(x_Td, self.mlp_norm, self.eps)))
+        return self._add_(x_Td, h_TF, self.down)
 
-    def _add(self, x_Td: Tensor, h_TC: Tensor, linear: Linear) -> Tensor:
-        """x + linear(h), over the columns C of all ranks."""
+    def _add_(self, x_Td: Tensor, h_TC: Tensor, linear: Linear) -> Tensor:
+        """x += linear(h), over the columns C of all ranks."""
         if self.ranks.size == 1:
-            return linear.added_to(x_Td, h_TC)
-        return self.ranks.all_reduce_(linear(h_TC)).add_(x_Td)
+            return linear.add_to_(x_Td, h_TC)
+        return x_Td.add_(self.ranks.all_reduce_(linear(h_TC)))

@@ -73,7 +73,7 @@ def test_a_linear_layer_and_its_parts(dtype: torch.dtype, tolerance: float) -> N
     assert_near(linear.outputs(slice(2))(x), expected[:, :2], tolerance)
     assert_near(linear.outputs(slice(2, None))(x), expected[:, 2:], tolerance)
     y = numbers(3, 7, seed=3, dtype=dtype)
-    assert_near(Kernels(CPU).linear(weight).added_to(y, x), y.double() + expected - bias.double(), tolerance)
+    assert_near(Kernels(CPU).linear(weight).add_to_(y.clone(), x), y.double() + expected - bias.double(), tolerance)
 
 
 @settings(deadline=None)
@@ -105,7 +105,7 @@ def test_a_matrix_in_eight_bits(dtype: torch.dtype, tolerance: float) -> None:
     assert_near(linear(x), expected, tolerance)
     assert_near(linear.outputs(slice(2, None))(x), expected[:, 2:], tolerance)
     y = numbers(3, 7, seed=3, dtype=dtype)
-    assert_near(kernels.linear(weight).added_to(y, x), y.double() + expected - bias.double(), 2 * tolerance)
+    assert_near(kernels.linear(weight).add_to_(y.clone(), x), y.double() + expected - bias.double(), 2 * tolerance)
     exact = x.double() @ weight.double().T + bias.double()
     assert ((expected - exact).abs() <= 0.13 * (x.double().abs() @ weight.double().abs().T)).all()  # twice a sixteenth
 
