@@ -66,7 +66,7 @@ async def test_with_a_run_folder_they_outlive_it_and_the_next_agent_adopts_them(
     agent, ids = await running_agent(stage, run_folder=tmp_path)
     workers = {child.environ()["TEDISERVE_WORKER_INSTANCE_ID"]: child for child in children(agent)}
     second = stage.start("agent", node_id="node", run_folder=tmp_path)
-    assert await second.exit_code() == 2
+    assert await second.exit_code(60) == 2
     assert "an agent of this node runs already" in second.log
     request, another = stage.served.request(0), stage.served.request(1)
     assert await stage.assign(ids[0], request) == m.Accepted()

@@ -171,7 +171,7 @@ async def test_a_degree_that_was_not_profiled_is_refused_at_start(stage: Stage, 
     toml = (folder / "profile.toml").read_text()
     (folder / "profile.toml").write_text(toml.replace("tp_degree = 3", "tp_degree = 2"))
     process = stage.start("worker", profile=folder)
-    assert await process.exit_code() == 2
+    assert await process.exit_code(60) == 2
     assert "the latency profile holds TP degree 3, not 2" in process.log
 
 
