@@ -41,6 +41,7 @@ class InstanceSettings(NamedTuple):
     report_every_s: float = 0.05
     status_every_s: float = 1.0
     drain_limit_s: float = 30.0
+    entries_are_read: bool = True  # of its reports: where nobody does, they are left out
 
 
 class Outside(Protocol):
@@ -396,10 +397,11 @@ class Instance:
 
     def _report(self, now: float) -> None:
         self._reported_at = now
-        entries = [self._entry(held) for held in self._news.values()]
+        if not self._news:
+            return
+        entries = [self._entry(held) for held in self._news.values()] if self.settings.entries_are_read else []
         self._news.clear()
-        if entries:
-            self._outside.say_report(m.Report(self.id, now, entries, self.settings.latency_ratio))
+        self._outside.say_report(m.Report(self.id, now, entries, self.settings.latency_ratio))
 
     def _entry(self, held: _Held) -> m.RequestReport:
         course, request = held.course, held.request
