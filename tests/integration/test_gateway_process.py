@@ -121,6 +121,7 @@ async def test_a_busy_port_is_named(gateway: GatewayProcess) -> None:
         ({"port": "x"}, "port"),
         ({"max_choices": 0}, "max_choices: 0"),
         ({"profile": "/nowhere"}, "/nowhere"),
+        ({"key_file": "/nowhere"}, "key_file /nowhere"),
     ],
 )
 async def test_a_wrong_setting_is_named(
