@@ -119,6 +119,8 @@ class Cluster:
 
     def _add(self, instance_id: str, tp_degree: int) -> Instance:
         settings = _settings_of(self.setting, instance_id, tp_degree)
+        if self._policies.thresholds is None and self._policies.forecaster is None:
+            settings = settings._replace(entries_are_read=False)
         instance = Instance(settings, self, self.clock, Random(f"{self.setting.seed}/{instance_id}"))
         self.instances[instance_id] = instance
         self.all_instances.append(instance)
