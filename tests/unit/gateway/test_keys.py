@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -214,3 +214,4 @@ class OpenRequests(RuleBasedStateMachine):
 
 
 TestOpenRequests = OpenRequests.TestCase
+TestOpenRequests.settings = settings(max_examples=30, stateful_step_count=30)
