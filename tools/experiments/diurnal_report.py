@@ -130,8 +130,8 @@ def _row(run: Run, published: Published) -> list[str]:
         cells.append(_percent(ours.attainment) if ours else "")
         cells.append(_percent(published.attainment(name, first, last)) if name and last > first else "")
     low, high = run.periods.get("low"), run.periods.get("high")
-    cells += [_number(one and one.latency_mean_s, 2) for one in (low, high)]
-    cells += [_number(one and one.threshold_mean, 3) for one in (low, high)]
+    cells += [_number(one.latency_mean_s, 2) if one else "" for one in (low, high)]
+    cells += [_number(one.threshold_mean, 3) if one else "" for one in (low, high)]
     changes = len({decision.at for decision in run.decisions if decision.reason in _CHANGES})
     return [*cells, _percent(run.periods["all"].accuracy), str(changes) if run.changes else ""]
 

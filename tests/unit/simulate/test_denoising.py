@@ -141,3 +141,25 @@ def test_step_counts_that_do_not_fit_are_refused(changes: dict[str, object], mes
     fields = {name: getattr(COUNTS, name) for name in COUNTS.__struct_fields__}
     with pytest.raises(ValueError, match=message):
         StepCounts(**(fields | changes))
+
+
+@given(
+    st.lists(st.sampled_from(THRESHOLDS), min_size=1, max_size=40),
+    st.lists(st.sampled_from(THRESHOLDS), min_size=1, max_size=10),
+    st.integers(0, 2),
+    st.integers(0, 3),
+)
+def test_who_goes_back_is_as_it_was_at_that_block_s_end(
+    before: list[float], lost: list[float], prompt: int, blocks: int
+) -> None:
+    there, other = Counted(COUNTS).start(prompt), Counted(COUNTS).start(prompt)
+    for course in (there, other):
+        while course.block_index < blocks:
+            course.step(before[course.steps % len(before)])
+    for threshold in lost:
+        if not there.finish:
+            there.step(threshold)
+    there.go_back(blocks)
+    assert (there.steps, there.steps_in_block, there.signs()) == (other.steps, 0, other.signs())
+    assert run_through(there, [0.7]) == run_through(other, [0.7])
+    assert there.correctness() == pytest.approx(other.correctness())

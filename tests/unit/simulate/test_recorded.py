@@ -101,3 +101,24 @@ def test_means_and_accuracy_are_those_of_the_recorded_runs(recording: Traces, ra
 def test_a_cache_that_was_not_recorded_is_named(recording: Traces) -> None:
     with pytest.raises(ConfigError, match="no run with cache 'none', but dual"):
         Recorded(recording.folder, "none")
+
+
+def test_who_goes_back_is_as_it_was_at_that_block_s_end(recording: Traces) -> None:
+    behaviour = Recorded(recording.folder, "dual")
+    tried = 0
+    for prompt in range(behaviour.num_prompts):
+        course, other = behaviour.start(prompt), behaviour.start(prompt)
+        for one in (course, other):
+            while one.block_index < 1:
+                one.step(0.3)
+        if other.finish:
+            continue
+        tried += 1
+        while not course.finish:
+            course.step(0.2)
+        course.go_back(1)
+        assert (course.steps, course.block_index, course.steps_in_block, course.finish) == (other.steps, 1, 0, "")
+        assert course.signs() == other.signs()
+        course.go_back(0)
+        assert (course.steps, course.signs()) == (0, behaviour.start(prompt).signs())
+    assert tried
