@@ -263,7 +263,6 @@ async def _announce(config: UpConfig, model: str, secrets: Secrets | None, super
         tls = ssl.create_default_context(cafile=secrets.ca) if secrets else None
         while not await _is_ready(config, tls):  # noqa: ASYNC110  # an event in another process
             await asyncio.sleep(0.1)
-    supervisor.note(ready=True)
     took_s = time.monotonic() - started_at
     print(
         f"Ready after {took_s:.1f} s: {config.url}/v1 speaks the OpenAI API, model {model}. Try\n"
@@ -272,6 +271,7 @@ async def _announce(config: UpConfig, model: str, secrets: Secrets | None, super
         f"{_how_to_look(config, secrets) if secrets else ''}",
         flush=True,
     )
+    supervisor.note(ready=True)
 
 
 def _how_to_look(config: UpConfig, secrets: Secrets) -> str:
