@@ -74,6 +74,29 @@ def test_from_nothing_to_the_printed_calls_answer_and_to_nothing_again(tmp_path:
         assert "Traceback" not in stack.console.read_text() + stack.logs()
 
 
+def test_what_a_secured_stack_prints_works_as_it_stands(stack: Stack) -> None:
+    """The call, with key and certificate, and the command line's settings; without them neither gets anywhere."""
+    lines = [line.strip() for line in stack.console.read_text().splitlines()]
+    [call] = [line for line in lines if line.startswith("curl")]
+    [export] = re.findall(r"export .*", "\n".join(lines))
+    tediserve = f"{sys.executable} -m tools.cli"
+
+    def shell(line: str) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in plain_environment().items() if name != "SSL_CERT_FILE"}
+        return subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90)
+
+    assert json.loads(shell(call).stdout)["choices"][0]["message"]["content"]
+    assert stack.secrets.api_key.read_text().strip() not in stack.console.read_text() + stack.logs()
+    without_key = re.sub(r'-H "Authorization: [^"]*"', "", call)
+    assert json.loads(shell(without_key).stdout)["error"]["code"] == "invalid_api_key"
+    assert shell(re.sub(r"--cacert \S+", "", call)).returncode == 60  # curl's: not trusted
+    status = json.loads(shell(f"{export}; {tediserve} status --json").stdout)
+    assert len(status["instances"]) == stack.workers
+    refused = shell(f"TEDISERVE_NATS_URL={stack.nats_url} {tediserve} status")
+    assert refused.returncode == 2
+    assert "its certificate is not trusted" in refused.stderr
+
+
 def test_what_is_killed_takes_everything_along(tmp_path: Path, profile: Path) -> None:
     with running_stack(tmp_path, profile, workers=1) as stack:
         processes = everything_of(stack)

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import get_args
 
+import httpx
 import nkeys
 import pytest
 import pytest_asyncio
@@ -380,6 +381,39 @@ async def test_a_connection_that_nats_has_ended_for_good_is_told_of(bus: Bus) ->
     await bus._client._process_err("'Unknown Protocol Operation'")
     with pytest.raises(BusTimeout, match="Unknown Protocol Operation"):
         await asyncio.wait_for(watching, 30)
+
+
+async def test_servers_of_a_cluster_join_whom_their_authority_has_signed_and_nobody_else(
+    tmp_path: Path, secrets: Secrets
+) -> None:
+    """Two with certificates of one authority, and a third one with all the keys but a certificate of another."""
+    stranger = make_secrets(tmp_path / "stranger", ["127.0.0.1"])
+    names = {"a": secrets, "b": secrets, "c": stranger}
+    routes, monitors = ({name: free_port() for name in names} for _ in range(2))
+    processes = []
+    try:
+        for name, own in names.items():
+            command = [nats_server_binary(), "-c", str(ROOT / "deploy" / "nats" / "cluster-secure.conf")]
+            command += ["--name", name, "-a", "127.0.0.1", "-p", str(free_port()), "-m", str(monitors[name])]
+            command += ["--cluster", f"nats://127.0.0.1:{routes[name]}", "-sd", str(tmp_path / name)]
+            command += ["--routes", ",".join(f"nats://127.0.0.1:{routes[other]}" for other in names if other != name)]
+            with (tmp_path / f"{name}.log").open("wb") as log:
+                variables = own.nats_variables()
+                processes.append(await asyncio.create_subprocess_exec(*command, env=variables, stdout=log, stderr=log))
+
+        def others(name: str) -> set[str]:
+            with contextlib.suppress(httpx.HTTPError):
+                found = httpx.get(f"http://127.0.0.1:{monitors[name]}/routez", timeout=5).json()
+                return {route["remote_name"] for route in found["routes"]}
+            return set()
+
+        await until(lambda: others("a") == {"b"} and others("b") == {"a"}, "the two have joined", limit_s=60)
+        await until(lambda: "certificate" in (tmp_path / "c.log").read_text(), "the third was refused", limit_s=60)
+        assert (others("a"), others("b"), others("c")) == ({"b"}, {"a"}, set())
+    finally:
+        for process in processes:
+            process.kill()
+            await process.wait()
 
 
 def test_secret_files_are_their_owners_alone_and_stay_as_they_are(tmp_path: Path) -> None:
