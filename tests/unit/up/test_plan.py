@@ -1,10 +1,13 @@
 """What the local stack consists of, and what happens when a part of it ends."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.settings import ConfigError, load_section
+from tools.secrets.store import Secrets
 from tools.up.config import UpConfig
 from tools.up.plan import LONGEST_PAUSE_S, STEADY_S, STOP_ORDER, GiveUp, Restart, RestartPolicy, processes_of
 
@@ -46,6 +49,21 @@ def test_a_stack_that_reconfigures_has_two_services_more_and_an_agent_that_follo
         assert planned[name].environment[f"TEDISERVE_{table}_PROFILE"] == "profiles/a"
     assert planned["agent"].environment["TEDISERVE_AGENT_PLANNED"] == "True"
     assert "TEDISERVE_AGENT_PLANNED" not in plain["agent"].environment
+
+
+def test_a_secured_stack_hands_each_process_its_keys_and_certificates() -> None:
+    secrets = Secrets(Path("/secrets"), {"NATS_NKEY_GATEWAY": "UA"})
+    config = UpConfig(secure=True)
+    secured = {p.name: p for p in processes_of(config, "nats-server", secrets=secrets)}
+    assert (config.url, config.nats_url) == ("https://127.0.0.1:8000", "tls://127.0.0.1:4222")
+    assert secured["nats"].command[2].endswith("/deploy/nats/single-secure.conf")
+    assert secured["nats"].environment == secrets.nats_variables()
+    for name in secured.keys() - {"nats"}:
+        assert secured[name].environment.items() >= secrets.client_variables().items()
+    assert secured["gateway"].environment["TEDISERVE_GATEWAY_KEY_FILE"] == "/secrets/api-keys.toml"
+    assert secured["gateway"].environment["TEDISERVE_GATEWAY_TLS_CERTIFICATE"] == "/secrets/tls/gateway.pem"
+    plain = {p.name: p for p in processes_of(UpConfig(), "nats-server")}
+    assert not any("KEY" in variable or "TLS" in variable for p in plain.values() for variable in p.environment)
 
 
 def test_pauses_double_up_to_a_limit() -> None:
