@@ -37,7 +37,7 @@ it did.
 control on the same scheduler. *In time* is the share of all requests that met their SLO, *accuracy* that of the
 finished (on GSM8K what the published accuracy at fixed thresholds lets expect), *right in time* the share of all that
 were both. ± is the standard deviation over seeds. Published figures of TeDiServe stand beside both `tedi` and `paper`.
-C is what instances full of mean requests can do at the profile's threshold, by the latency profile.
+C is what instances end at threshold 0.9 while more comes than they can do.
 """
 
 

@@ -4,8 +4,8 @@
    us. Of the others no steps are known; they have GSM8K's, so many times over that a request alone takes the published
    time. They are shown and labelled, and count for nothing.
 2. An SLO is a multiple of what a request takes alone: as published, or else as simulated.
-3. Rates are requests a second and instance, as published, or multiples of C: of what instances do at the profile's
-   threshold while more comes than they can do, on the live scheduler.
+3. Rates are requests a second and instance, as published, or multiples of C: of what instances end at the profile's
+   threshold while more comes than they can do, placed as by `infaas`.
 4. Published profiles know nothing of what a step took beside the model. On H100 two numbers stand for that, the same
    for all systems, known to all policies, and fitted to two published figures of GSM8K on LLaDA: a request alone takes
    the published latency, and INFaaS keeps up with about the rate it did (5.4 ms a pass, 2.4 ms a step).
@@ -20,6 +20,7 @@ from tools.simulate.systems import work_of
 from tools.simulate.workload import Phase
 
 _EXTRA_PASS_MS, _EXTRA_STEP_MS = 5.4, 2.4  # rule 4
+_NO_SLO_S = 1e6
 _FEW_SHOT = (900, 1100)  # tokens of a prompt: estimated, lengths were not published
 
 
@@ -46,6 +47,7 @@ class Setup(NamedTuple):
         return self.workload != "gsm8k"
 
 
+_QUARTER = "4 H100 and a quarter of the requests instead of 16, so that a run is as long"
 _H100 = "profiles/llada-8b-h100"
 _GH200 = "profiles/llada-8b-gh200"
 _DREAM = "profiles/dream-7b-h100"
@@ -59,19 +61,23 @@ def _llada(title: str, about: str) -> Setup:
 
 
 def _made_up(title: str, base_s: float, prompt_tokens: tuple[int, int]) -> Setup:
-    about = "16 H100; steps are made up, and prompts of such lengths that INFaaS keeps up with about the published rate"
-    setup = _llada(title, about)._replace(is_measured=False, requests=330)
+    about = (
+        "Steps are made up, and prompts of such lengths that INFaaS keeps up with about the published rate; " + _QUARTER
+    )
+    setup = _llada(title, about)._replace(is_measured=False, instances=4, requests=330)
     return setup._replace(base_s=base_s, prompt_tokens=prompt_tokens)
 
 
 def _dream(title: str, base_s: float, prompt_tokens: tuple[int, int]) -> Setup:
-    about = "16 H100; the profile was measured without CUDA graphs; steps and lengths are made up"
-    setup = Setup(title, about, _DREAM, "gsm8k", is_measured=False, requests=330, base_s=base_s, rate_unit="x C")
+    about = "Steps and lengths are made up, the profile was measured without CUDA graphs; " + _QUARTER
+    setup = Setup(
+        title, about, _DREAM, "gsm8k", is_measured=False, instances=4, requests=330, base_s=base_s, rate_unit="x C"
+    )
     return setup._replace(prompt_tokens=prompt_tokens, output_tokens=256, extra_step_ms=_EXTRA_STEP_MS)
 
 
-def _long(title: str, prompt_tokens: tuple[int, int], output_tokens: int, requests: int = 660) -> Setup:
-    setup = _llada(title, "16 H100")._replace(requests=requests, rate_unit="x C")
+def _long(title: str, prompt_tokens: tuple[int, int], output_tokens: int, requests: int = 330) -> Setup:
+    setup = _llada(title, _QUARTER)._replace(instances=4, requests=requests, rate_unit="x C")
     return setup._replace(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
 
@@ -93,7 +99,7 @@ SETUPS: dict[str, Setup] = {
     "llada-gsm8k": _llada(
         "GSM8K, LLaDA-8B", "16 H100, one instance each; published steps, run to the end of 256 tokens"
     )._replace(base_s=1.9),
-    "builtin-eos": _TINY_SETUP._replace(title="Built-in tasks, to EOS"),
+    "builtin-eos": _TINY_SETUP._replace(title="Built-in tasks, to EOS", requests=1000),
     "builtin-same-work": _TINY_SETUP._replace(
         title="Built-in tasks, the same work for all (ignore_eos)", workload="ignore-eos", requests=400
     ),
@@ -151,7 +157,7 @@ def steps_scale(setup: Setup) -> float:
 def capacity(setup: Setup) -> float:
     """C, of an instance (rule 3): what ends in the second half of the time of arrivals."""
     rate = 1.5 * setup.instances * _look(setup, steps_scale(setup)).expected_capacity
-    job = job_of(setup, "fixed-0.9")._replace(phases=(Phase(rate, setup.requests / rate),), slo_s=1.0)
+    job = job_of(setup, "infaas")._replace(phases=(Phase(rate, setup.requests / rate),), slo_s=_NO_SLO_S)
     outcomes = simulate(job).outcomes
     until = outcomes[-1].arrived_at
     begin = (outcomes[0].arrived_at + until) / 2
