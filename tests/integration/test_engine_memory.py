@@ -1,6 +1,7 @@
 """What the engine takes of a process's memory is what it should take, and requests that come and go leave nothing."""
 
 import gc
+import json
 import random
 import sys
 from collections import Counter
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from services.denoiser import engine as engine_module
 from services.denoiser.engine import CacheMode, Engine, EngineConfig, Job, Threshold
 from services.denoiser.kv_pool import kv_bytes_per_token
 from services.denoiser.loader import load_model
@@ -42,6 +45,48 @@ def test_expectation_counts_what_is_there(tmp_path: Path) -> None:
     assert expected.pool == slot_bytes * SMALL.batch * SMALL.canvas_tokens
     assert expected.activations == 100 * (2 * 64 + 3 * 192) * 4
     assert expected.total == expected.weights + expected.pool + expected.activations
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pass_holds_no_more_tensors_than_is_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(engine_module, "_COPIED_BYTES", 16 * 4 * SMALL.vocab_size)  # 16 rows
+    model = load_model(SMALL.write_model(tmp_path / "model"), dtype=dtype)
+    engine = Engine(model, config=EngineConfig(kv_budget_tokens=SMALL.batch * SMALL.canvas_tokens))
+    for number, prompt in enumerate(SMALL.prompts()):
+        engine.admit(SMALL.job(str(number), prompt, "dual"))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step = engine.step()
+    held = held_bytes(profiler, tmp_path / "trace.json")
+    measured = memory.Measured(
+        while_loading=0,
+        after_passes=0,
+        pass_rows=step.tokens_in_pass,
+        scored_rows=len(step.requests) * SMALL.block_size,
+    )
+    expected = memory.expected(SMALL, model.dtype, measured).activations
+    assert expected / 2 < max(held) - held[0] <= expected
+
+
+def held_bytes(profiler: profile, file: Path) -> list[int]:
+    """Bytes of all tensors, after each that was made or freed."""
+    profiler.export_chrome_trace(str(file))
+    events = [event for event in json.loads(file.read_bytes())["traceEvents"] if event["name"] == "[memory]"]
+    return [event["args"]["Total Allocated"] for event in sorted(events, key=lambda event: event["ts"])]
+
+
+def test_logits_that_are_copied_to_float32_some_at_a_time_give_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(SMALL.write_model(tmp_path / "model"), dtype="bfloat16")
+    results = []
+    for num_rows in (1000, 3):
+        monkeypatch.setattr(engine_module, "_COPIED_BYTES", num_rows * 4 * SMALL.vocab_size)
+        engine = Engine(model, config=EngineConfig(kv_budget_tokens=SMALL.canvas_tokens))
+        engine.admit(SMALL.job("r", SMALL.prompts()[0], "dual"))
+        results.append([engine.step().requests[0].commits for _ in range(3)])
+    assert results[0] == results[1]
 
 
 @pytest.fixture
