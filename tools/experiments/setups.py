@@ -47,7 +47,7 @@ class Setup(NamedTuple):
         return self.workload != "gsm8k"
 
 
-_QUARTER = "4 H100 and a quarter of the requests instead of 16, so that a run is as long"
+_SMALLER = "4 H100 and fewer requests, instead of 16"
 _H100 = "profiles/llada-8b-h100"
 _GH200 = "profiles/llada-8b-gh200"
 _DREAM = "profiles/dream-7b-h100"
@@ -62,22 +62,22 @@ def _llada(title: str, about: str) -> Setup:
 
 def _made_up(title: str, base_s: float, prompt_tokens: tuple[int, int]) -> Setup:
     about = (
-        "Steps are made up, and prompts of such lengths that INFaaS keeps up with about the published rate; " + _QUARTER
+        "Steps are made up, and prompts of such lengths that INFaaS keeps up with about the published rate; " + _SMALLER
     )
-    setup = _llada(title, about)._replace(is_measured=False, instances=4, requests=330)
+    setup = _llada(title, about)._replace(is_measured=False, instances=4, requests=660)
     return setup._replace(base_s=base_s, prompt_tokens=prompt_tokens)
 
 
 def _dream(title: str, base_s: float, prompt_tokens: tuple[int, int]) -> Setup:
-    about = "Steps and lengths are made up, the profile was measured without CUDA graphs; " + _QUARTER
+    about = "Steps and lengths are made up, the profile was measured without CUDA graphs; " + _SMALLER
     setup = Setup(
-        title, about, _DREAM, "gsm8k", is_measured=False, instances=4, requests=330, base_s=base_s, rate_unit="x C"
+        title, about, _DREAM, "gsm8k", is_measured=False, instances=4, requests=660, base_s=base_s, rate_unit="x C"
     )
     return setup._replace(prompt_tokens=prompt_tokens, output_tokens=256, extra_step_ms=_EXTRA_STEP_MS)
 
 
 def _long(title: str, prompt_tokens: tuple[int, int], output_tokens: int, requests: int = 330) -> Setup:
-    setup = _llada(title, _QUARTER)._replace(instances=4, requests=requests, rate_unit="x C")
+    setup = _llada(title, _SMALLER)._replace(instances=4, requests=requests, rate_unit="x C")
     return setup._replace(prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
 
@@ -104,7 +104,7 @@ SETUPS: dict[str, Setup] = {
         title="Built-in tasks, the same work for all (ignore_eos)", workload="ignore-eos", requests=400
     ),
     "llada-mmlu": _made_up("MMLU-Pro, LLaDA-8B", 2.4, (800, 1000)),
-    "llada-mbpp": _made_up("MBPP, LLaDA-8B", 1.482, (400, 600)),
+    "llada-mbpp": _made_up("MBPP, LLaDA-8B", 1.482, (350, 550)),
     "dream-gsm8k": _dream("GSM8K, Dream-7B", 1.6, _FEW_SHOT),
     "dream-mmlu": _dream("MMLU-Pro, Dream-7B", 2.3, (800, 1000)),
     "dream-mbpp": _dream("MBPP, Dream-7B", 2.0, (400, 600)),
