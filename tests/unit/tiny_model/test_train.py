@@ -35,24 +35,32 @@ def run(
     train(job)
 
 
-def test_a_run_that_was_interrupted_ends_exactly_as_one_that_was_not(tmp_path: Path) -> None:
-    run(tmp_path / "straight")
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run from the first step to the last: several processes, some 6 s."""
+    folder = tmp_path_factory.mktemp("straight")
+    run(folder)
+    return folder
+
+
+def test_a_run_that_was_interrupted_ends_exactly_as_one_that_was_not(straight: Path, tmp_path: Path) -> None:
     run(tmp_path / "interrupted", stop_at_step=8)
     assert not (tmp_path / "interrupted" / "model").exists()
     run(tmp_path / "interrupted")
-    models = [tmp_path / name / "model" / "model.safetensors" for name in ("straight", "interrupted")]
+    folders = [straight, tmp_path / "interrupted"]
+    models = [folder / "model" / "model.safetensors" for folder in folders]
     assert models[0].read_bytes() == models[1].read_bytes()
-    states = [torch.load(tmp_path / name / "work" / "checkpoint.pt") for name in ("straight", "interrupted")]
+    states = [torch.load(folder / "work" / "checkpoint.pt") for folder in folders]
     for name, tensor in states[0]["model"].items():
         assert torch.equal(tensor, states[1]["model"][name]), name
-    assert_log_and_plot(tmp_path / "straight" / "work" / "log.csv", tmp_path / "loss.svg")
+    assert_log_and_plot(straight / "work" / "log.csv", tmp_path / "loss.svg")
 
 
-def test_the_last_cycle_run_alone_from_the_model_before_it_ends_as_in_one_run(tmp_path: Path) -> None:
+def test_the_last_cycle_run_alone_from_the_model_before_it_ends_as_in_one_run(straight: Path, tmp_path: Path) -> None:
     run(tmp_path / "before", config=replace(CONFIG, later_cycles=CONFIG.later_cycles[:1], first_cycle_steps=12))
     run(tmp_path / "alone", start_folder=tmp_path / "before" / "model")
-    run(tmp_path / "straight")
-    models = [tmp_path / name / "model" / "model.safetensors" for name in ("before", "alone", "straight")]
+    folders = [tmp_path / "before", tmp_path / "alone", straight]
+    models = [folder / "model" / "model.safetensors" for folder in folders]
     assert models[1].read_bytes() == models[2].read_bytes() != models[0].read_bytes()
 
 
