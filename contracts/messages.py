@@ -69,6 +69,7 @@ class GenerateRequest(Message, frozen=True, kw_only=True):
     seed: int = 0
     ignore_eos: bool = False
     threshold: Probability | None = None  # the client's pin
+    floor: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0  # its threshold is not turned down below that
     priority: int = 0  # higher is more urgent
     deadline_at: WallClock | None = None
     watch: bool = False  # somebody looks on: each of its steps is told on `canvas.<request_id>`

@@ -96,6 +96,7 @@ class Profile(Section, frozen=True, kw_only=True, dict=True):
     engine: EngineSection = EngineSection()
     slo_ms: dict[Tier, float] = {}  # default promise by service tier; none: best effort
     priorities: dict[Tier, int] = msgspec.field(default_factory=lambda: dict(_PRIORITIES))
+    quality_floor: dict[Tier, Probability] = {}  # the lowest threshold by service tier; none: the set's lowest
     folder: str = ""
 
     @property
@@ -157,6 +158,12 @@ def _check(profile: Profile, path: Path) -> None:
             f"{path}: decoding.steps_by_threshold must not fall: a higher threshold never needs fewer steps, "
             f"is {d.steps_by_threshold}"
         )
+    for tier, floor in profile.quality_floor.items():
+        if floor not in d.thresholds or floor > d.threshold:
+            raise ConfigError(
+                f"{path}: quality_floor.{tier} {floor:g} is none of decoding.thresholds {d.thresholds} up to "
+                f"decoding.threshold {d.threshold:g}"
+            )
     if limits.max_output_tokens % d.block_size:
         raise ConfigError(
             f"{path}: limits.max_output_tokens {limits.max_output_tokens} is no multiple of "

@@ -485,6 +485,7 @@ class Api:
                     seed=_wrap(seed + index % n),
                     ignore_eos=bool(body.ignore_eos),
                     threshold=body.threshold,
+                    floor=profile.quality_floor.get(tier, 0.0),
                     priority=profile.priorities.get(tier, 0),
                     deadline_at=None if slo_ms is None else arrival.now + slo_ms / 1000,
                     watch=bool(body.watch),

@@ -1,8 +1,9 @@
 """Whether a request can still meet its deadline, and what it starts at. Pure.
 
-1. It takes at least as long as alone on the fastest instance at the lowest threshold (or its pin), in `_FEWEST` of the
-   steps that a block takes there on average. A text may end in its first block, so further blocks count only for a
-   request that ignores the end of text. An instance that is slower than profiled may become faster again.
+1. It takes at least as long as alone on the fastest instance at its pin or floor (else the lowest threshold), in
+   `_FEWEST` of the steps that a block takes there on average. A text may end in its first block, so further blocks
+   count only for a request that ignores the end of text. An instance that is slower than profiled may become faster
+   again.
 2. Where there is no room for it, as many must end as wait ahead of it, and one more. The load state says how much work
    all open requests are at the lowest threshold (`floor_s`), and so how often one ends, with all instances at work.
 3. A newcomer starts at the cap of its priority; where nobody of that priority is open, at that of the next less urgent
@@ -32,15 +33,14 @@ def _alone_ms(request: GenerateRequest, decoding: Decoding, latency: LatencyProf
     canvas = request.canvas_tokens
     recompute_ms = latency.step_ms(degree, step_load("recompute", canvas, canvas))
     cache_ms = latency.step_ms(degree, step_load("cache", request.block_size, canvas))
-    further = max(1.0, _FEWEST * _mean_steps(request.threshold, decoding)) - 1
+    further = max(1.0, _FEWEST * steps_at(request.threshold or request.floor, decoding)) - 1
     block_ms = recompute_ms + further * (recompute_ms if request.cache == "none" else cache_ms)
     return block_ms * (request.num_blocks if request.ignore_eos else 1)
 
 
-def _mean_steps(pin: float | None, decoding: Decoding) -> float:
-    """Of a block, at the lowest threshold or at the highest of the set that is not above the pin."""
-    place = 0 if pin is None else max(0, bisect_right(decoding.thresholds, pin) - 1)
-    return decoding.mean_steps[place]
+def steps_at(threshold: float, decoding: Decoding) -> float:
+    """Mean steps of a block, at the highest threshold of the set that is not above this one; else at the lowest."""
+    return decoding.mean_steps[max(0, bisect_right(decoding.thresholds, threshold) - 1)]
 
 
 def wait_s(load: LoadState, ahead: int) -> float:

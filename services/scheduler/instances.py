@@ -111,11 +111,23 @@ class Instance:
 
     def step_ms_with(self, load: PassLoad, latency: LatencyProfile, steps_per_block: float) -> float:
         """Mean step latency, in milliseconds, with a request of that `mean_pass` added (rule 3)."""
+        degree = latency.nearest_degree(self.tp_degree)
+        return self.latency_ratio * latency.step_ms(degree, self._load_of_all(steps_per_block).plus(load))
+
+    def alone_ms(self, load: PassLoad, latency: LatencyProfile) -> float:
+        """Mean step latency, in milliseconds, of a request of that `mean_pass` with nobody beside it."""
+        return self.latency_ratio * latency.step_ms(latency.nearest_degree(self.tp_degree), load)
+
+    def mean_load(self, steps_per_block: float) -> PassLoad:
+        """`mean_pass` of one of those that stay."""
+        count = len(self.residents) - len(self.leaving) + len(self.foreign)
+        return PassLoad(*[part / max(count, 1) for part in self._load_of_all(steps_per_block)])
+
+    def _load_of_all(self, steps_per_block: float) -> PassLoad:
         if self._load is None:
             staying = [resident for id_, resident in self.residents.items() if id_ not in self.leaving]
             self._load = mean_pass([*staying, *self.foreign], steps_per_block)
-        degree = latency.nearest_degree(self.tp_degree)
-        return self.latency_ratio * latency.step_ms(degree, self._load.plus(load))
+        return self._load
 
     def check_invariants(self) -> None:
         assert self.tokens == _canvas_tokens(self.residents.values()) + _canvas_tokens(self.foreign)

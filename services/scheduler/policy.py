@@ -21,26 +21,32 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
    with it added is lowest (`instances.py`); ties: fewest tokens held, since a flat latency profile would pile
    everything on one; then lowest id. Draining instances get nothing. Unless it is pinned it starts no higher than load
    control allows (`admission.py`), and one that has run no higher than it ran last.
-8. Smaller requests may overtake one that fits nowhere now. After `max_overtakes` of them, the instance with most room
+8. Where somebody with an SLO is, an instance takes nobody with whom a request of as many steps as the last finished
+   ones would take, at its step latency, more than `fill_share` of the shortest SLO there, the newcomer's included. Else
+   all would be late together, of which most can be in time one after the other. An SLO of which a request alone takes
+   more than that share cannot be kept so, and does not count. Moves do not ask for this.
+   Who still waits when as many steps, at its lowest threshold and at the best step latency there is, would take longer
+   than it has left is late, and goes behind the others (`waiting.py`).
+9. Smaller requests may overtake one that fits nowhere now. After `max_overtakes` of them, the instance with most room
    among those that could hold it is kept for it.
-9. An unanswered assignment is repeated to the same instance: it may have been accepted. Refused or certainly not
+10. An unanswered assignment is repeated to the same instance: it may have been accepted. Refused or certainly not
    delivered: the request may go elsewhere at the same attempt, and the instance gets nothing before its next status or
    `retry_s`. Refused as `stale_epoch`: another scheduler acts, so this one must stop.
-10. With `admission = "reject"`, a newcomer that would be late even alone fails as `slo_too_short`, and one that finds
+11. With `admission = "reject"`, a newcomer that would be late even alone fails as `slo_too_short`, and one that finds
    no room and would be late after its wait as `overloaded` (`admission.py`).
 Moves, whenever something changed and `move_every_s` has passed, of requests that have a boundary ahead: another block.
-11. The holder is asked to release the request at its block's end, and the target keeps room for it. The record
+12. The holder is asked to release the request at its block's end, and the target keeps room for it. The record
    `released` hands it over, at the same attempt. If the target cannot take it any more, it goes wherever it fits. A
    release that is refused or unanswered is off; if it was heard all the same, the request waits as any other.
-12. Off a draining instance a request moves to the cheapest one with room. Without room it finishes where it is.
-13. While nobody waits, a request moves where its steps take `move_gain_share` less time, from the slowest instance on,
+13. Off a draining instance a request moves to the cheapest one with room. Without room it finishes where it is.
+14. While nobody waits, a request moves where its steps take `move_gain_share` less time, from the slowest instance on,
    the most urgent first. Each such move shortens the longer of two latencies, so they come to an end. An instance
    releases `max_moves` at once, and expects as many.
 """
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -51,7 +57,7 @@ from contracts import messages as m
 from contracts.messages import GenerateRequest, InstanceStatus, ProgressRecord
 from services.costs import LatencyProfile, PassLoad, Resident, mean_pass
 from services.profile import Profile
-from services.scheduler.admission import cap_for, least_s, wait_s
+from services.scheduler.admission import cap_for, least_s, steps_at, wait_s
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.events import (
     AskStatus,
@@ -87,11 +93,13 @@ from services.scheduler.events import (
     in_order,
 )
 from services.scheduler.instances import Instance, clamp_ratio, resident_of
-from services.scheduler.waiting import Rank, WaitingQueue, rank_of, rank_without_deadline
+from services.scheduler.waiting import Rank, WaitingQueue, rank_if_late, rank_of
 
 _MAX_PAST = 4096  # records of requests that are not open, kept for those whose request arrives after them
 _MAX_GONE = 4096  # ids of instances that exited, kept for statuses that arrive after the news
 _NOTHING = PassLoad()
+_MOST_STEPS = 256  # finished requests whose steps are remembered
+_FEWEST_STEPS = 8  # that say something
 _MAX_TARGETS = 4  # the fastest instances with room: where a request may move to without need
 
 
@@ -105,7 +113,9 @@ class _Open:
     request: GenerateRequest
     rank: Rank
     expires_at: float
-    deadline: float | None
+    deadline: float | None  # None also where it is late
+    slo_s: float  # infinite where it has none
+    arrived_at: float
     canvas_tokens: int
     load: PassLoad  # mean_pass of it
     phase: Literal["waiting", "assigning", "running", "writing"] = "waiting"
@@ -142,7 +152,9 @@ class _Open:
         return self.phase == "writing" and self.pending is not None and self.pending.record.is_final
 
 
-_Alarm: TypeAlias = Literal["assign", "deadline", "expiry", "gateway", "instance", "moves", "room", "settle", "write"]
+_Alarm: TypeAlias = Literal[
+    "assign", "deadline", "expiry", "gateway", "instance", "late", "moves", "room", "settle", "write"
+]
 
 
 class Scheduler:
@@ -162,7 +174,9 @@ class Scheduler:
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._caught_up = False
         self._settled = False  # rule 2 is done with
-        self._kept: tuple[str, str] | None = None  # rule 8: request, instance
+        self._steps: deque[int] = deque(maxlen=_MOST_STEPS)  # of each of the last finished requests
+        self._mean_steps = 0.0  # of them; 0: too few
+        self._kept: tuple[str, str] | None = None  # rule 9: request, instance
         self._room_changed = False  # something may fit that did not
         self._joined: list[str] = []  # to the queue, in this `handle`
         self._handed_over: list[tuple[str, str]] = []  # in this `handle`: request, and the instance that it moves to
@@ -254,22 +268,25 @@ class Scheduler:
         request = event.request
         if request.request_id in self._open:
             return
+        arrived_at = min(event.arrived_at, now)
         rank = rank_of(
             priority=request.priority,
-            arrived_at=min(event.arrived_at, now),
+            arrived_at=arrived_at,
             deadline=event.deadline,
             seq=event.seq,
             ageing_s=self.config.ageing_s,
         )
+        slo_s = math.inf if event.deadline is None else event.deadline - event.arrived_at
         resident = resident_of(request, 0, request.num_blocks)
         load = mean_pass([resident], self._profile.decoding.steps_per_block)
-        open_ = _Open(request, rank, event.expires_at, event.deadline, request.canvas_tokens, load)
+        open_ = _Open(request, rank, event.expires_at, event.deadline, slo_s, arrived_at, request.canvas_tokens, load)
         self._open[open_.id] = open_
         self._of_gateway.setdefault(request.gateway_id, {})[open_.id] = open_
         self._note_gateway(request.gateway_id, now)
         self._set_alarm(event.expires_at + self.config.expiry_margin_s, "expiry", open_.id)
         if event.deadline is not None:
             self._set_alarm(event.deadline, "deadline", open_.id)
+            self._set_alarm(event.deadline - self.config.fill_share * slo_s, "late", open_.id)
         self._enqueue(open_)
         past = self._past.get(open_.id)
         if past is not None:
@@ -326,6 +343,10 @@ class Scheduler:
 
     def _remember_past(self, event: RecordSeen) -> None:
         """For a request that comes after its record. Of a final record nobody will want the tokens."""
+        if event.record.state == "finished" and event.record.blocks:
+            self._steps.append(sum(block.recompute_steps + block.cache_steps for block in event.record.blocks))
+            enough = len(self._steps) >= _FEWEST_STEPS
+            self._mean_steps = sum(self._steps) / len(self._steps) if enough else 0.0
         if event.record.is_final:
             event = RecordSeen(replace(event.record, token_ids=[], confidences=[], blocks=[]), event.seq)
         _remember(self._past, event.record.request_id, event, _MAX_PAST)
@@ -571,7 +592,7 @@ class Scheduler:
             room = self._largest_room(now)
 
     def _place_handed_over(self, now: float) -> None:
-        """Rule 11: to the instance that has kept room for it."""
+        """Rule 12: to the instance that has kept room for it."""
         for request_id, instance_id in self._handed_over:
             open_ = self._open.get(request_id)
             if open_ is not None and open_.phase == "waiting" and now < open_.expires_at:
@@ -617,13 +638,28 @@ class Scheduler:
 
     def _largest_room(self, now: float) -> int:
         """The largest canvas, in tokens, that fits somewhere now."""
-        return max((instance.room(now) for instance in self._open_to("")), default=0)
+        return max((i.room(now) for i in self._open_to("") if self._has_time(i)), default=0)
 
     def _cheapest(self, open_: _Open, now: float) -> Instance | None:
-        """Where its steps would be shortest (rule 7)."""
-        return min(
-            self._fitting(open_, now), key=lambda i: (self._step_ms(i, open_.load), i.tokens, i.id), default=None
-        )
+        """Where its steps would be shortest (rules 7 and 8)."""
+        fitting = [i for i in self._fitting(open_, now) if self._has_time(i, open_)]
+        return min(fitting, key=lambda i: (self._step_ms(i, open_.load), i.tokens, i.id), default=None)
+
+    def _has_time(self, instance: Instance, open_: _Open | None = None) -> bool:
+        """Rule 8: whether it may take this one, or else one more like those that it holds."""
+        if not self.config.fill_share or not instance.residents:
+            return True
+        steps_per_block = self._profile.decoding.steps_per_block
+        one = instance.mean_load(steps_per_block)
+        mean_run_s = self._mean_steps / 1000  # times milliseconds a step
+        alone_s = mean_run_s * instance.alone_ms(one, self._latency)
+        slos_s = [self._open[id_].slo_s for id_ in instance.residents]
+        limits_s = [limit_s for slo_s in slos_s if alone_s <= (limit_s := self.config.fill_share * slo_s) < math.inf]
+        if not limits_s:
+            return True
+        if open_ is not None and alone_s <= (limit_s := self.config.fill_share * open_.slo_s):
+            limits_s.append(limit_s)
+        return mean_run_s * self._step_ms(instance, one if open_ is None else open_.load) <= min(limits_s)
 
     def _fitting(self, open_: _Open, now: float, among: Iterable[Instance] | None = None) -> list[Instance]:
         """Other instances than its own that can take it now."""
@@ -682,7 +718,7 @@ class Scheduler:
         return self._load if now - self._load_at <= self.config.load_silent_s else None
 
     def _note_answer(self, event: AssignAnswered, now: float) -> None:
-        """Rule 9."""
+        """Rule 10."""
         open_ = self._open.get(event.request_id)
         if open_ is None:
             if isinstance(event.answer, m.Accepted):
@@ -744,7 +780,7 @@ class Scheduler:
     # --- admission ------------------------------------------------------------------------------------------------
 
     def _refuse_the_late(self, now: float) -> None:
-        """Rule 10, of those that have just joined the queue and found no room."""
+        """Rule 11, of those that have just joined the queue and found no room."""
         if self.config.admission != "reject" or not self._serving():
             return
         load = self._load_now(now)
@@ -757,7 +793,7 @@ class Scheduler:
                     self._write(open_, "failed", "overloaded", retry_after_s=late_s)
 
     def _is_slo_too_short(self, open_: _Open) -> bool:
-        """Rule 10: from its arrival on it would have had too little time, even alone."""
+        """Rule 11: from its arrival on it would have had too little time, even alone."""
         request = open_.request
         if self.config.admission != "reject" or request.deadline_at is None or open_.record is not None:
             return False
@@ -788,14 +824,14 @@ class Scheduler:
             self._even_out(now)
 
     def _empty(self, instance: Instance, now: float) -> None:
-        """Rule 12."""
+        """Rule 13."""
         for open_ in self._movable(instance, now):
             target = self._cheapest(open_, now)
             if target is not None:
                 self._move(open_, instance, target, "drain")
 
     def _even_out(self, now: float) -> None:
-        """Rule 13."""
+        """Rule 14."""
         slowest_first = sorted(self._serving(), key=lambda i: (-self._step_ms(i), i.id))
         for instance in slowest_first:
             targets = self._targets(now)
@@ -829,7 +865,7 @@ class Scheduler:
         return sorted(movable, key=lambda o: o.rank)
 
     def _move(self, open_: _Open, source: Instance, target: Instance, reason: ReleaseReason) -> None:
-        """Rule 11."""
+        """Rule 12."""
         open_.moving_to = target.id
         source.let_go(open_.id)
         target.expect(open_.id, open_.resident)
@@ -837,7 +873,7 @@ class Scheduler:
         self._do(SendRelease(source.id, release, reason))
 
     def _note_release_answer(self, event: ReleaseAnswered, now: float) -> None:
-        """Rule 11."""
+        """Rule 12."""
         open_, instance = self._open.get(event.request_id), self._instances.get(event.instance_id)
         if instance is not None and not isinstance(event.answer, str):
             instance.seen_at = now
@@ -925,6 +961,9 @@ class Scheduler:
                 case "deadline":
                     if key in self._open:
                         self._forget_deadline(self._open[key])
+                case "late":
+                    if key in self._open:
+                        self._check_late(self._open[key], now)
                 case "assign" | "expiry" | "write":
                     if key in self._open:
                         self._check_request(self._open[key], alarm, now)
@@ -958,13 +997,34 @@ class Scheduler:
         elif alarm == "write" and open_.phase == "writing":
             self._write_again(open_)
 
+    def _check_late(self, open_: _Open, now: float) -> None:
+        """Rule 8, of one that waits."""
+        if open_.phase != "waiting" or open_.deadline is None:
+            return
+        decoding = self._profile.decoding
+        fewest = steps_at(open_.request.threshold or open_.request.floor, decoding) / steps_at(
+            decoding.threshold, decoding
+        )
+        step_ms = min((self._step_ms(i, open_.load) for i in self._serving() if not i.draining), default=0.0)
+        late_at = open_.deadline - fewest * self._mean_steps * step_ms / 1000
+        if late_at <= now:
+            self._forget_deadline(open_)
+        else:
+            self._set_alarm(late_at, "late", open_.id)
+
     def _forget_deadline(self, open_: _Open) -> None:
-        """It has passed: `waiting.py`, rule 2."""
+        """It has passed, or is certain to pass: `waiting.py`, rule 3."""
+        if open_.deadline is None:
+            return
         is_waiting = self._queue.holds(open_.rank, open_.id)
         self._leave_queue(open_)
-        open_.rank = rank_without_deadline(open_.rank)
+        open_.deadline = None
+        open_.rank = rank_if_late(
+            open_.rank, arrived_at=open_.arrived_at, expires_at=open_.expires_at, ageing_s=self.config.ageing_s
+        )
         if is_waiting:
             self._queue.add(open_.rank, open_.id)
+            self._room_changed = True  # others are before it now
 
     # --- for tests ------------------------------------------------------------------------------------------------
 

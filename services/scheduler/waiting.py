@@ -3,8 +3,9 @@
 1. Time is cut into windows of `ageing_s`. Each window that a request has waited longer than another is worth one level
    of priority; higher comes first. So low priority does not starve: whoever comes more than so many windows later as
    there are levels between them comes behind.
-2. Then the earlier deadline; none is latest, and one that has passed counts as none: who cannot be in time any more
-   shall not make others late. Then the earlier arrival.
+2. Then the earlier deadline; none is latest. Then the earlier arrival.
+3. Who is late already, or certain to be, shall not make others late: it counts as one without a deadline that comes at
+   half its time limit. Then its turn comes all the same.
 """
 
 import math
@@ -26,9 +27,10 @@ def rank_of(*, priority: int, arrived_at: float, deadline: float | None, seq: in
     return Rank(window - priority, math.inf if deadline is None else deadline, seq)
 
 
-def rank_without_deadline(rank: Rank) -> Rank:
-    """Of a request whose deadline has passed."""
-    return rank._replace(deadline=math.inf)
+def rank_if_late(rank: Rank, *, arrived_at: float, expires_at: float, ageing_s: float) -> Rank:
+    """Rule 3."""
+    windows = math.floor((expires_at - arrived_at) / (2 * ageing_s))
+    return rank._replace(level=rank.level + windows, deadline=math.inf)
 
 
 class WaitingQueue:

@@ -3,8 +3,9 @@
 A horizon is a length of time: an SLO, or the time limit of a request that has none.
 1. Until a horizon H is over, N instances have N * H. Of that a request with work w claims
    - w, if its own horizon is no longer than H;
-   - min(w, H / n) otherwise, where n such requests fill an instance: as long as it stands or waits beside the others,
-     it takes its place among them, whatever time it has to spare, for an instance serves all that it holds alike.
+   - min(w, H / n) otherwise, where n such requests fill an instance: as long as it stands beside the others, it takes
+     its place among them, whatever time it has to spare, for an instance serves all that it holds alike. Who waits
+     for an instance and has no deadline takes none: the others are placed before it.
    So loose requests give way where tight ones would not get through, and a request that has until tomorrow cannot claim
    more of the next second than its place is worth. With one SLO this is the paper's sum over all requests.
 2. Everybody gets the lowest threshold. What the claims leave of a horizon is spare; if one is short, that is all.
@@ -55,9 +56,17 @@ class Claims:
     """What requests claim until one horizon is over (rule 1)."""
 
     def __init__(
-        self, works: Sequence[Works], horizons: Sequence[int], shares: Sequence[float], horizon: int, length_s: float
+        self,
+        works: Sequence[Works],
+        length_s: float,
+        horizons: Sequence[int] = (),
+        shares: Sequence[float] = (),
+        horizon: int = 0,
     ) -> None:
-        """By request: its works, its horizon's number, and its share 1 / n of an instance."""
+        """By request: its works, its horizon's number, and its share 1 / n of an instance, or 0.
+
+        `horizon`: this one's number. Without numbers no request has a longer one.
+        """
         self.works, self.length_s = works, length_s
         if max(horizons, default=horizon) <= horizon:
             self._most = [inf] * len(works)

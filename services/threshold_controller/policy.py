@@ -8,30 +8,35 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
    An instance that exited, or without a sign of life for `instance_silent_s`, holds nothing and is no capacity.
 3. How many steps a request still needs under each threshold: `needs.py`. What they cost: `prices.py`.
 4. Hopeless is a request whose deadline would pass even if it ran alone on the fastest instance at the lowest threshold,
-   and needed as few steps as its forecast's spread allows. It runs at the lowest threshold, and is hopeless until it
-   could make it with `rise_margin` of its slack to spare.
-   `paper`: its slack is at most 0.7 times the mean steps at the lowest threshold, all of them recompute steps.
+   and needed as few steps as its forecast's spread allows. Given up, which is hopeless too, is one that would be late
+   beside those on its instance, at the lowest threshold, even if it needed as many steps fewer than its forecast's mean
+   as `risk` plans above it. Both last until it could make it with `rise_margin` of its slack to spare. A worse answer
+   would not make it punctual, so it is not made to hurry.
+   `paper`: hopeless is whose slack is at most 0.7 times the mean steps at the lowest threshold, all of them recompute
+   steps; it runs at the lowest. Nobody is given up.
+5. "The lowest threshold" is the lowest of the set that is not below the request's floor. `paper` knows no floor.
 Load control, `load_every_s` after something changed:
-5. Capacity is the time of all instances but those that drain: what these hold moves on at its next boundary, so it
+6. Capacity is the time of all instances but those that drain: what these hold moves on at its next boundary, so it
    counts. As long as no instance is known, caps stay as they are. Nobody's cap is above the profile's
    `decoding.threshold`: who wants more pins it.
-6. Requests with a deadline come first, then those without, for they can wait; in order of priority, then arrival, they
-   share out the capacity (`load.py`). Hopeless ones get the lowest and change nobody else's cap.
+7. Requests with a deadline come first, then those without, for they can wait; in order of priority, then arrival, they
+   share out the capacity (`load.py`); who can wait and has no instance yet is in nobody's way. Hopeless ones change
+   nobody else's cap, and to be given up changes it neither: they share out what the time until the first of them must
+   have ended holds beyond the work of all others at the highest.
    `paper`: all are one group; without any deadline nobody is limited.
-   Before load control has seen a newcomer its cap is that of the last request which comes before it.
-7. A cap falls at once, and rises only if it would with `rise_margin` of the capacity kept free (`steady.py`).
+8. A cap falls at once, and rises only if it would with `rise_margin` of the capacity kept free (`steady.py`).
 Deadline control, of a whole instance at once, when its batch, a forecast or a cap changed, with each report on a
 request without a forecast, and each `repeat_s`:
-8. A pin is never touched. Without a deadline a request runs at its cap, a hopeless one at the lowest threshold.
-9. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says:
+9. A pin is never touched. Without a deadline, or hopeless, a request runs at its cap.
+10. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says:
    `flat`: the highest threshold, not above the cap, at which the rest ends in time; if none, the lowest.
    `low_first`: the cap, if at it the rest ends in time; else the lowest, until it does.
    `high_first`: the highest, not above the cap, at which the open block ends so early that the rest can still be made
    at the lowest.
    It falls at once, and rises only if it would with `rise_margin` of the slack kept free.
-10. How often the others recompute depends on their thresholds, and these on it: from everybody at the cap down, until
-   nothing changes or `_ROUNDS` are over. What was decided before bears on it only as rules 7 and 9 say.
-11. An instance is told the thresholds of all that it holds when one changed, and each `repeat_s`.
+11. How often the others recompute depends on their thresholds, and these on it: from everybody at the cap down, until
+   nothing changes or `_ROUNDS` are over. What was decided before bears on it only as rules 8 and 10 say.
+12. An instance is told the thresholds of all that it holds when one changed, and each `repeat_s`.
 """
 
 import heapq
@@ -106,8 +111,10 @@ class _Open:
     id: str
     rank: tuple[int, int]  # most urgent first, then by arrival
     pin: float | None
+    floor: int  # index into the threshold set: its lowest threshold
     deadline: float | None
-    horizon_s: float  # its SLO; without one, its time limit
+    horizon_s: float  # its SLO; without a deadline, its time limit
+    limit_s: float
     expires_at: float
     canvas_tokens: int
     block_size: int
@@ -122,10 +129,12 @@ class _Open:
     ended: bool = False  # its last step has run; its record follows
     standing: Standing = _START
     outlook: Outlook = field(default_factory=Outlook)
-    hopeless: bool = False
+    hopeless: bool = False  # as load control saw it last
+    given_up: bool = False  # by deadline control, on the instance that it is on
     decision: Decision | None = None
     means: list[Need] | None = None  # that it still needs, by threshold; None: to be computed anew
     planned: list[Need] | None = None  # the same, at the steps that deadline control plans for
+    fewest: Need | None = None  # at its lowest threshold, as few as deadline control hopes for
     works: Works | None = None  # what that costs all; None: to be computed anew
     is_stale: bool = False  # `works` and `least_s` are at old prices
     least_s: float = 0.0  # that it still takes, whatever is done (rule 4); computed with `works`
@@ -137,7 +146,7 @@ class _Open:
 
     def change(self) -> None:
         """What it still needs is another thing now."""
-        self.means = self.planned = self.works = None
+        self.means = self.planned = self.fewest = self.works = None
 
 
 @dataclass(slots=True, eq=False)
@@ -267,17 +276,20 @@ class ThresholdController:
             return
         if request.model != self._profile.model:
             return
+        floor = 0 if self._is_paper else min(bisect_left(self.thresholds, request.floor), self._top)
         open_ = _Open(
             id=request.request_id,
             rank=(-request.priority, event.seq),
             pin=request.threshold,
+            floor=floor,
             deadline=event.deadline,
-            horizon_s=_horizon_of(request),
+            horizon_s=_seconds_until(request, request.deadline_at),
+            limit_s=_seconds_until(request, request.expires_at),
             expires_at=event.expires_at,
             canvas_tokens=request.canvas_tokens,
             block_size=request.block_size,
             shape=Shape(request.num_blocks, request.cache, request.ignore_eos),
-            cap=self._first_cap(request.priority),
+            cap=max(floor, self._first_cap(request.priority)),
             chosen=Steady(self._top),
         )
         self._open[open_.id] = open_
@@ -430,6 +442,7 @@ class ThresholdController:
             self._undecided.add(instance.id)
         open_.instance_id = ""
         open_.decision = None
+        open_.given_up = False
 
     def _note_forecast(self, forecast: m.Forecast) -> None:
         if forecast.thresholds != self.thresholds:
@@ -462,9 +475,15 @@ class ThresholdController:
         return found
 
     def _needs(self, open_: _Open, risk: float) -> list[Need]:
-        """By threshold, up to the highest that requests run at; a single one if the request is pinned."""
+        """By threshold, up to the highest that requests run at; a single one if the request is pinned.
+
+        Those below its floor are as its floor.
+        """
         needs = open_.outlook.needs(open_.standing, open_.shape, self._means, self._lengths, risk)
-        return needs[: self._top + 1] if open_.pin is None else [_at(open_.pin, self.thresholds, needs)]
+        if open_.pin is not None:
+            return [_at(open_.pin, self.thresholds, needs)]
+        floor = open_.floor
+        return [needs[floor]] * floor + needs[floor : self._top + 1]
 
     def _mean_needs(self, open_: _Open) -> list[Need]:
         if open_.means is None:
@@ -493,7 +512,7 @@ class ThresholdController:
         slack = open_.deadline - self.config.margin_s - now
         return slack * (1 - self._rise_margin * open_.hopeless) < open_.least_s
 
-    # --- rules 5 to 7: load control ------------------------------------------------------------------------------
+    # --- rules 6 to 8: load control ------------------------------------------------------------------------------
 
     def _plan_load_control(self, now: float) -> None:
         if self._load_changed and not self._load_is_due:
@@ -514,14 +533,13 @@ class ThresholdController:
             if open_.works is None or (open_.is_stale and num_stale < _MOST_STALE):
                 num_stale += open_.works is not None
                 self._weigh(open_)
-            group = patient
             if open_.deadline is not None:
                 is_hopeless = self._is_hopeless(open_, now)
                 if is_hopeless != open_.hopeless:
                     open_.hopeless = is_hopeless
                     self._undecided.add(open_.instance_id)
-                num_hopeless += is_hopeless
-                group = hopeless if is_hopeless else counted
+                num_hopeless += is_hopeless or open_.given_up
+            group = hopeless if open_.hopeless else patient if open_.deadline is None else counted
             (counted if self._is_paper else group).append(open_)
         self._load_changed = num_stale == _MOST_STALE  # there may be more
         counted += patient
@@ -532,21 +550,20 @@ class ThresholdController:
             self._commands.append(SendLoadState(state))
 
     def _share_out(self, counted: list[_Open], hopeless: list[_Open], num_hopeless: int) -> m.LoadState:
-        """Rules 5 to 7: gives everybody a cap."""
-        self._cap_all(hopeless, 0 if self.config.load_control else self._top)
+        """Rules 6 to 8: gives everybody a cap."""
         num_instances = float(sum(self._fleet.values()))
         claims = self._claims(counted)
         if not self.config.load_control:
-            self._cap_all(counted, self._top)
+            self._cap_all(counted + hopeless, self._top)
         elif self._known:
-            high = reach(claims, num_instances)
-            low = reach(claims, num_instances * (1 - self.config.rise_margin))
-            self._cap_by_walk(counted, low, high)
+            reserve = num_instances * self._rise_margin
+            in_time = [not open_.given_up for open_ in counted]
+            self._cap_by_walk(counted, reach(claims, num_instances - reserve), reach(claims, num_instances), in_time)
+            self._cap_the_late([*hopeless, *(o for o in counted if o.given_up)], counted, num_instances, reserve)
         fullest = max(claims, key=lambda c: c.floor_s / c.length_s, default=None)
         length_s = fullest.length_s if fullest is not None else 0.0
         demand_s = fullest.demand_s([o.cap for o in counted]) if fullest is not None else 0.0
-        floor_s = fullest.floor_s if fullest is not None else 0.0
-        return self._state(counted, hopeless, num_hopeless, length_s, demand_s, floor_s)
+        return self._state(counted + hopeless, num_hopeless, length_s, demand_s)
 
     def _claims(self, counted: list[_Open]) -> list[Claims]:
         """By horizon, ascending."""
@@ -554,13 +571,26 @@ class ThresholdController:
         lengths_s = [o.horizon_s for o in counted]
         horizons = Horizons(lengths_s)
         numbers = horizons.number_of(lengths_s)
-        shares = [self._prices_of(o.resident).share for o in counted] if len(horizons.lengths_s) > 1 else []
-        return [Claims(works, numbers, shares, k, length_s) for k, length_s in enumerate(horizons.lengths_s)]
+        shares = [self._share(o) for o in counted] if len(horizons.lengths_s) > 1 else []
+        return [Claims(works, length_s, numbers, shares, k) for k, length_s in enumerate(horizons.lengths_s)]
 
-    def _cap_by_walk(self, counted: list[_Open], low: Reach, high: Reach) -> None:
+    def _share(self, open_: _Open) -> float:
+        """The place that it takes on an instance (rule 7)."""
+        return 0.0 if open_.deadline is None and not open_.instance_id else self._prices_of(open_.resident).share
+
+    def _cap_the_late(self, late: list[_Open], counted: list[_Open], num_instances: float, reserve: float) -> None:
+        """Rule 7, of the hopeless."""
+        if not late:
+            return
+        claims = Claims([o.works or (0.0,) for o in late], min(o.limit_s for o in late))
+        others_s = sum([o.works[-1] for o in counted if o.works is not None and not o.given_up])
+        free = num_instances - others_s / claims.length_s
+        self._cap_by_walk(late, reach([claims], free - reserve), reach([claims], free), [True] * len(late))
+
+    def _cap_by_walk(self, counted: list[_Open], low: Reach, high: Reach, wanted: list[bool]) -> None:
         """Between what the walk gives and what it would give with the reserve kept (`steady.py`)."""
         for place, open_ in enumerate(counted):
-            if open_.pin is not None:
+            if open_.pin is not None or not wanted[place]:
                 continue
             most = self._top if place < high.place else high.threshold if place == high.place else 0
             least = self._top if place < low.place else low.threshold if place == low.place else 0
@@ -568,7 +598,7 @@ class ThresholdController:
                 self._cap(open_, most if open_.is_new else between(open_.cap, least, most))
             open_.is_new = False
 
-    def _share_out_as_the_paper(self, counted: list[_Open], hopeless: list[_Open], num_hopeless: int) -> m.LoadState:
+    def _share_out_as_the_paper(self, counted: list[_Open], _: list[_Open], num_hopeless: int) -> m.LoadState:
         """All are one group, and its horizon is their mean SLO."""
         works = [o.works for o in counted if o.works is not None]
         over_s = paper_horizon(
@@ -582,30 +612,19 @@ class ThresholdController:
                 if open_.pin is None:
                     self._cap(open_, cap)
         demand_s = sum([w[min(o.cap, len(w) - 1)] for o, w in zip(counted, works, strict=True)])
-        floor_s = sum([w[0] for w in works])
-        return self._state(counted, hopeless, num_hopeless, over_s or 0.0, demand_s, floor_s)
+        return self._state(counted, num_hopeless, over_s or 0.0, demand_s)
 
-    def _state(
-        self,
-        counted: list[_Open],
-        hopeless: list[_Open],
-        num_hopeless: int,
-        horizon_s: float,
-        demand_s: float,
-        floor_s: float,
-    ) -> m.LoadState:
-        """Hopeless requests count, whatever the horizon: they are in the way until they end."""
-        late_s = sum([o.works[0] for o in hopeless if o.works is not None])
+    def _state(self, counted: list[_Open], num_hopeless: int, horizon_s: float, demand_s: float) -> m.LoadState:
         self._horizon_s = horizon_s or self._horizon_s
         return m.LoadState(
             sent_at=0.0,
             horizon_s=self._horizon_s,
-            demand_s=demand_s + late_s,
+            demand_s=demand_s,
             capacity_s=self._horizon_s * sum(self._fleet.values()),
             caps=self._caps_by_priority(counted),
-            num_open=len(counted) + len(hopeless),
+            num_open=len(counted),
             num_hopeless=num_hopeless,
-            floor_s=floor_s + late_s,
+            floor_s=sum([o.works[0] for o in counted if o.works is not None]),
         )
 
     def _cap_all(self, requests: list[_Open], cap: int) -> None:
@@ -614,17 +633,18 @@ class ThresholdController:
                 self._cap(open_, cap)
 
     def _cap(self, open_: _Open, cap: int) -> None:
+        cap = max(cap, open_.floor)
         if cap != open_.cap:
             open_.cap = cap
             self._undecided.add(open_.instance_id)
 
     def _caps_by_priority(self, counted: list[_Open]) -> list[m.PriorityCap]:
         """Of the last request of each priority; of one with a deadline, if there is any."""
-        patient_first = sorted(counted, key=lambda o: o.deadline is not None)
+        patient_first = sorted(counted, key=lambda o: o.deadline is not None and not o.hopeless)
         last = {open_.rank[0]: open_ for open_ in patient_first if open_.pin is None}
         return [m.PriorityCap(priority=-rank, threshold=self.thresholds[last[rank].cap]) for rank in sorted(last)]
 
-    # --- rules 8 to 10: deadline control --------------------------------------------------------------------------
+    # --- rules 9 to 11: deadline control --------------------------------------------------------------------------
 
     def _decide(self, now: float) -> None:
         for instance_id in sorted(self._undecided):
@@ -657,7 +677,7 @@ class ThresholdController:
             open_.decision = decision
 
     def _choose_untimed(self, open_: _Open, now: float) -> tuple[int, Reason] | None:
-        """Rule 8; None: rule 9 counts. Index into the threshold set, and why."""
+        """Rule 9; None: rule 10 counts. Index into the threshold set, and why."""
         if open_.pin is not None:
             return 0, "pin"
         if open_.deadline is None or not self.config.deadline_control:
@@ -665,19 +685,34 @@ class ThresholdController:
         if open_.works is None:
             self._weigh(open_)
         if self._is_hopeless(open_, now):
-            return 0, "hopeless"
+            return 0 if self._is_paper else open_.cap, "hopeless"
         return None
 
     def _choose_timed(self, open_: _Open, prices: StepPrices, now: float) -> tuple[int, Reason]:
-        """Rule 9."""
+        """Rule 10."""
         assert open_.deadline is not None
         slack = open_.deadline - self.config.margin_s - now
+        if self._gives_up(open_, prices, slack):
+            return open_.cap, "hopeless"
         times = self._times(open_, prices)
         index = self._highest_in_time(open_, times, slack)
         before = open_.chosen.before(now)
         if before < index:
             index = between(before, self._highest_in_time(open_, times, slack * (1 - self._rise_margin)), index)
         return index, "deadline" if index < open_.cap else _reason_at(open_.cap, self._top)
+
+    def _gives_up(self, open_: _Open, prices: StepPrices, slack: float) -> bool:
+        """Rule 4, second half."""
+        if self._is_paper:
+            return False
+        if open_.fewest is None:
+            open_.fewest = self._needs(open_, -self._risk)[0]
+        rest = open_.fewest.recompute * prices.recompute + open_.fewest.cache * prices.cache
+        gives_up = slack * (1 - self._rise_margin * open_.given_up) < rest
+        if gives_up != open_.given_up:
+            open_.given_up = gives_up
+            self._load_changed = True
+        return gives_up
 
     def _batch_prices(
         self, instance: _Instance, batch: Sequence[_Open], chosen: Sequence[int], wanted: Sequence[int]
@@ -709,20 +744,20 @@ class ThresholdController:
         return times
 
     def _highest_in_time(self, open_: _Open, times: list[tuple[float, float]], slack: float) -> int:
-        """Rule 9."""
+        """Rule 10."""
         cap = open_.cap
         if self.config.plan == "low_first":
-            return cap if times[cap][0] <= slack else 0
-        for index in range(cap, 0, -1):
+            return cap if times[cap][0] <= slack else open_.floor
+        for index in range(cap, open_.floor, -1):
             rest, block = times[index]
             if self.config.plan == "high_first":
                 lowest_rest, lowest_block = times[0]
                 rest = block + lowest_rest - lowest_block
             if rest <= slack:
                 return index
-        return 0
+        return open_.floor
 
-    # --- rule 11: telling --------------------------------------------------------------------------------------------
+    # --- rule 12: telling --------------------------------------------------------------------------------------------
 
     def _tell(self, instance: _Instance, *, again: bool = False) -> None:
         held = [open_ for _, open_ in sorted(instance.residents.items()) if not open_.ended]
@@ -813,9 +848,9 @@ def _reason_at(cap: int, top: int) -> Reason:
     return "slack" if cap == top else "cap"
 
 
-def _horizon_of(request: GenerateRequest) -> float:
-    """Seconds from arrival to deadline, or to its time limit where it has none."""
-    until = request.expires_at if request.deadline_at is None else request.deadline_at
+def _seconds_until(request: GenerateRequest, time: float | None) -> float:
+    """From its arrival to that time, or to its time limit."""
+    until = request.expires_at if time is None else time
     return max(_LEAST_HORIZON_S, until - request.created_at)
 
 

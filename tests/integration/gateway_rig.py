@@ -68,7 +68,7 @@ def write_profile(folder: Path, *, time_limit_s: float = 60.0, more: str = "") -
     (folder / "profile.toml").write_text(
         f'model = "{MODEL}"\n{more}\n[decoding]\nblock_size = {BLOCK}\nmax_tokens = 64\n'
         f"[limits]\nmax_context_tokens = 512\nmax_output_tokens = 128\ntime_limit_s = {time_limit_s}\n"
-        "[slo_ms]\npriority = 60000.0\n"
+        "[slo_ms]\npriority = 60000.0\n[quality_floor]\nflex = 0.5\n"
     )
     return folder
 

@@ -112,10 +112,11 @@ async def test_one_step_after_it_is_placed_a_request_has_its_threshold(stage: St
     await control.start()
     late = await control.open(0, slo_s=0.0, max_tokens=4 * BLOCK)
     pinned = await control.open(1, slo_s=0.0, max_tokens=4 * BLOCK, threshold=0.75)
-    for request in (late, pinned):
-        assert await stage.assign("w-0", request) == m.Accepted()
+    assert await stage.assign("w-0", late, threshold=0.6) == m.Accepted()
+    assert await stage.assign("w-0", pinned) == m.Accepted()
     record = await stage.until_state(late, "finished")
-    assert {block.mean_threshold for block in record.blocks[2:]} == {LOWEST}
+    thresholds = [block.mean_threshold for block in record.blocks[2:]]
+    assert thresholds == pytest.approx([HIGHEST] * len(thresholds)), "it is late whatever is done"
     record = await stage.until_state(pinned, "finished")
     assert {block.mean_threshold for block in record.blocks} == {0.75}
 

@@ -115,6 +115,7 @@ def test_a_profile_has_defaults_and_knows_its_folder(tmp_path: Path) -> None:
         (("[limits]", "[decoding]\nthreshold = 1.5\n[limits]"), r"decoding\.threshold"),
         (("[limits]", '[decoding]\ncache = "full"\n[limits]'), r"decoding\.cache"),
         (("[limits]", "[slo_ms]\ngold = 1\n[limits]"), "gold"),
+        (("[limits]", "[quality_floor]\ndefault = 0.55\n[limits]"), "quality_floor.default 0.55"),
         (("model =", "modle ="), "modle"),
         (('model = "m"', 'model = ""'), "model"),
     ],

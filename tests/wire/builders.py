@@ -20,6 +20,7 @@ REQUEST = m.GenerateRequest(
     seed=-5,
     ignore_eos=True,
     threshold=0.75,
+    floor=0.6,
     priority=-1,
     deadline_at=1750000002.5,
     detached=True,

@@ -213,6 +213,7 @@ class Cluster:
             created_at=now,
             expires_at=now + profile.limits.time_limit_s,
             ignore_eos=self._behaviour.ignore_eos,
+            floor=profile.quality_floor.get("default", 0.0),
             deadline_at=None if self.setting.slo_s is None else now + self.setting.slo_s,
         )
 

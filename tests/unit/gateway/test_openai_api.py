@@ -146,6 +146,7 @@ def test_the_tier_promises_what_the_profile_says(api: Api) -> None:
     assert chat(api, service_tier="priority").requests[0].deadline_at == 1060.0
     assert chat(api, service_tier="priority", slo_ms=10).requests[0].deadline_at == 1000.01
     assert chat(api, service_tier="auto").requests[0].deadline_at is None
+    assert [chat(api, service_tier=tier).requests[0].floor for tier in ("flex", "default")] == [0.5, 0.0]
 
 
 def test_choices_differ_in_id_and_seed(api: Api) -> None:

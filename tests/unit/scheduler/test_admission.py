@@ -14,6 +14,7 @@ from services.profile import Decoding
 from services.scheduler import events as e
 from services.scheduler.admission import cap_for, least_s, wait_s
 from services.scheduler.instances import Instance
+from services.scheduler.policy import Scheduler
 from tests.builders import make_cost
 from tests.unit.scheduler.build import (
     LINE,
@@ -188,10 +189,62 @@ def test_a_request_that_has_run_goes_on_no_higher_than_it_ran_last(make: Make) -
 
 def test_a_deadline_that_has_passed_puts_nobody_behind(make: Make) -> None:
     scheduler = make(ageing_s=1000.0)
-    run(scheduler, 0.0, seen("missed", seq=1, deadline=1.0), seen("plain", seq=0), seen("soon", seq=3, deadline=5.0))
+    run(scheduler, 0.0, seen("missed", seq=1, deadline=1.0), seen("plain", seq=0), seen("soon", seq=3, deadline=9.0))
     run(scheduler, 2.0, e.Tick())
     commands = run(scheduler, 2.0, status("a"))
     assert [request_id for request_id, _ in placements(commands)] == ["soon", "plain", "missed"]
+
+
+def taught(make: Make, **config: Any) -> Scheduler:
+    """Finished requests took 16 steps, which are 16 ms and 64 for each request on the instance a."""
+    scheduler = make(**config)
+    blocks = [make_cost(recompute_steps=1, cache_steps=7)] * 2
+    for number in range(8):
+        run(scheduler, 0.0, e.RecordSeen(make_record(f"p{number}", "finished", blocks=blocks), number + 1))
+    run(scheduler, 0.0, status("a"))
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("fill_share", "slo_s", "expected"),
+    [
+        (0.5, 0.5, ["r1", "r2", "r3"]),  # 208 ms for three, 272 for four
+        (0.5, 0.41, ["r1", "r2"]),
+        (0.5, 0.159, ["r1", "r2", "r3", "r4"]),  # 80 ms alone: it cannot be kept so
+        (0.5, None, ["r1", "r2", "r3", "r4"]),
+        (0.0, 0.5, ["r1", "r2", "r3", "r4"]),
+    ],
+)
+def test_an_instance_is_filled_only_as_far_as_a_mean_request_is_in_time(
+    make: Make, fill_share: float, slo_s: float | None, expected: list[str]
+) -> None:
+    scheduler = taught(make, fill_share=fill_share)
+    commands = run(scheduler, 0.0, *(seen(f"r{n}", seq=n, deadline=slo_s) for n in range(1, 6)))
+    assert [request_id for request_id, _ in placements(commands)] == expected
+
+
+def test_a_tight_newcomer_does_not_join_those_beside_whom_it_would_be_late(make: Make) -> None:
+    scheduler = taught(make)
+    run(scheduler, 0.0, *(seen(f"r{n}", seq=n, deadline=9.0) for n in range(1, 4)))
+    commands = run(
+        scheduler, 0.1, seen("tight", seq=8, arrived_at=0.1, deadline=0.4), seen("loose", seq=9, deadline=9.0)
+    )
+    assert [request_id for request_id, _ in placements(commands)] == ["loose"]
+
+
+def test_who_waits_until_it_is_late_lets_the_others_pass(make: Make) -> None:
+    """A fourth one would take 272 ms, at 0.5 about 125."""
+    scheduler = taught(make)
+    run(scheduler, 0.0, *(seen(f"r{n}", seq=n, deadline=0.5) for n in range(1, 5)))
+    run(scheduler, 0.3, e.Tick(), status("a"), seen("r5", seq=5, arrived_at=0.3, deadline=0.8))
+    still_first = run(scheduler, 0.3, e.RecordSeen(make_record("r1", "finished"), 50))
+    assert [request_id for request_id, _ in placements(still_first)] == ["r4"]
+    run(scheduler, 0.31, seen("r6", seq=6, arrived_at=0.31, deadline=0.55), e.Tick())
+    run(scheduler, 0.5, e.Tick(), seen("r7", seq=7, arrived_at=0.5, deadline=1.0))
+    after_it = run(scheduler, 0.5, e.RecordSeen(make_record("r2", "finished"), 51))
+    assert [request_id for request_id, _ in placements(after_it)] == ["r5"]
+    last = run(scheduler, 0.5, e.RecordSeen(make_record("r3", "finished"), 52))
+    assert [request_id for request_id, _ in placements(last)] == ["r7"], "r6, which came earlier, is late"
 
 
 # --- one moment ---------------------------------------------------------------------------------------------------

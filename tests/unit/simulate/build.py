@@ -46,9 +46,9 @@ def make_setting(instances: int = 1, **changes: Any) -> Setting:
     return setting._replace(**(nothing | changes))
 
 
-def live(setting: Setting, *, controlled: bool = True, **controller: Any) -> Policies:
+def live(setting: Setting, *, controlled: bool = True, fill_share: float = 0.5, **controller: Any) -> Policies:
     """The live policies, with an oracle; or the scheduler alone."""
-    scheduler = Scheduler(SchedulerConfig(), setting.profile, setting.latency, epoch=1)
+    scheduler = Scheduler(SchedulerConfig(fill_share=fill_share), setting.profile, setting.latency, epoch=1)
     if not controlled:
         return Policies(scheduler)
     settings = ThresholdControllerConfig(**controller)

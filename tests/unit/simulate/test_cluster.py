@@ -45,9 +45,9 @@ def test_under_load_thresholds_fall_and_more_requests_are_in_time() -> None:
     found = {
         name: summarise(make_cluster(setting, policies, at, [n % 3 for n in range(60)]).run())
         for name, policies in {
-            "fixed": live(setting, controlled=False),
-            "both": live(setting),
-            "deadline": live(setting, load_control=False),
+            "fixed": live(setting, controlled=False, fill_share=0.0),
+            "both": live(setting, fill_share=0.0),
+            "deadline": live(setting, load_control=False, fill_share=0.0),
         }.items()
     }
     assert found["both"].attainment > found["fixed"].attainment + 0.3

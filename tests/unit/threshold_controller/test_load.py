@@ -31,7 +31,7 @@ def claims_of(requests: list[Asked]) -> list[Claims]:
     lengths_s = [request.horizon_s for request in requests]
     horizons = Horizons(lengths_s)
     of = [request.works for request in requests], horizons.number_of(lengths_s), [request.share for request in requests]
-    return [Claims(*of, number, length_s) for number, length_s in enumerate(horizons.lengths_s)]
+    return [Claims(of[0], length_s, of[1], of[2], number) for number, length_s in enumerate(horizons.lengths_s)]
 
 
 def caps_of(requests: list[Asked], num_instances: float) -> list[int]:

@@ -57,8 +57,8 @@ def placed(controller: ThresholdController, deadline: float | None, **fields: ob
         (0.0547, (0.7, "deadline")),
         (0.0381, (0.6, "deadline")),
         (0.0297, (0.5, "deadline")),
-        (0.0295, (0.5, "hopeless")),
-        (-1.0, (0.5, "hopeless")),
+        (0.0295, (0.9, "hopeless")),
+        (-1.0, (0.9, "hopeless")),
     ],
 )
 def test_the_highest_threshold_at_which_the_rest_ends_in_time(
@@ -98,12 +98,35 @@ def test_with_both_controls_off_everybody_runs_at_the_profile_s_threshold() -> N
     assert decisions(controller) == {"r1": (0.9, "slack")}
 
 
-def test_hopeless_takes_a_forecast_s_spread_into_account(controller: ThresholdController) -> None:
-    """29.6 ms are left on average, but half of it is as likely as half as much again."""
-    placed(controller, 0.0200)
-    assert decisions(controller) == {"r1": (0.5, "hopeless")}
+def test_who_could_still_be_lucky_is_not_given_up() -> None:
+    """29.6 ms are left on average; half of it is as likely as half as much again, and risk 0.5 hopes for 22.2."""
+    controller = make_controller("a", risk=0.5)
+    placed(controller, 0.0240)
+    assert decisions(controller) == {"r1": (0.9, "hopeless")}
     controller.handle(forecast(spread=0.5), 0.0)
     assert decisions(controller) == {"r1": (0.5, "deadline")}
+    unlucky = make_controller("a", risk=0.5)
+    placed(unlucky, 0.0220)
+    unlucky.handle(forecast(spread=0.5), 0.0)
+    assert decisions(unlucky) == {"r1": (0.9, "hopeless")}
+
+
+def test_the_paper_s_hopeless_run_at_the_lowest_and_know_no_floor() -> None:
+    controller = make_controller("a", policy="paper")
+    placed(controller, -1.0, floor=0.7)
+    assert decisions(controller) == {"r1": (0.5, "hopeless")}
+
+
+@pytest.mark.parametrize(
+    ("deadline", "expected"),
+    [(0.0630, (0.8, "deadline")), (0.0547, (0.7, "deadline")), (0.0381, (0.9, "hopeless"))],
+)
+def test_no_threshold_is_turned_down_below_the_floor(
+    controller: ThresholdController, deadline: float, expected: tuple[float, str]
+) -> None:
+    """With 38.1 ms left, 0.6 would do."""
+    placed(controller, deadline, floor=0.7)
+    assert decisions(controller) == {"r1": expected}
 
 
 def test_as_its_deadline_nears_without_progress_the_threshold_falls(controller: ThresholdController) -> None:
@@ -139,7 +162,7 @@ def test_without_a_forecast_the_profile_s_mean_steps_count_with_each_report(cont
 
 
 def test_a_report_that_tells_what_is_left_of_the_last_block_is_believed(controller: ThresholdController) -> None:
-    controller.handle(seen(deadline=0.0260), 0.0)
+    controller.handle(seen(deadline=0.0390), 0.0)
     controller.handle(status("a", held()), 0.0)
     tells = {"tokens_committed_in_block": 4, "prompt_tokens": 32, "tokens_left_in_block": 24}
     controller.handle(report("a", entry(steps=2, **tells)), 0.0)
@@ -303,14 +326,14 @@ def test_the_more_urgent_come_first_whenever_they_arrive() -> None:
     assert [(c.priority, c.threshold) for c in controller.load_state.caps] == [(1, 0.9), (0, 0.5)]
 
 
-def test_a_hopeless_request_changes_nobody_s_cap_and_gets_the_lowest() -> None:
+def test_a_hopeless_request_changes_nobody_s_cap_and_is_not_hurried() -> None:
     slo_s = 2 * LOW_S + 4.1 * STEP_S
     good = [seen(f"r{n}", n + 1, slo_s, slo_s=slo_s) for n in (1, 2)]
     events = [*good, forecast("r1"), forecast("r2")]
     alone = settled_load(make_controller("a"), *events)
     controller = make_controller("a")
     late = seen("late", 1, 0.001, slo_s=77.0, priority=5)
-    assert settled_load(controller, late, *events) == alone | {"late": 0.5}
+    assert settled_load(controller, late, *events) == alone | {"late": 0.9}
     assert controller.load_state is not None
     assert controller.load_state.num_hopeless == 1
     paper = make_controller("a", policy="paper")
@@ -319,6 +342,7 @@ def test_a_hopeless_request_changes_nobody_s_cap_and_gets_the_lowest() -> None:
 
 def test_requests_without_a_deadline_get_what_the_others_leave() -> None:
     events = [seen(f"r{n}", n, None) for n in (1, 2)] + [forecast(r) for r in ("r1", "r2", "dated")]
+    events.append(status("a", held("r1"), held("r2")))
     for slo_s, expected in (
         # of 107.5 ms the dated one takes 54.2, the others at the lowest 26.6 each and 26.9, their place, at any other
         (0.1075, 0.5),
@@ -327,6 +351,8 @@ def test_requests_without_a_deadline_get_what_the_others_leave() -> None:
         dated = seen("dated", 3, slo_s, slo_s=slo_s)
         found = settled_load(make_controller("a"), dated, *events, forecast("dated"))
         assert found == {"dated": 0.9, "r1": expected, "r2": expected}
+        waiting = settled_load(make_controller("a"), dated, *events[:-1], forecast("dated"))
+        assert waiting == {"dated": 0.9, "r1": 0.9, "r2": 0.9}, "who waits takes nobody's place"
 
 
 def test_loose_requests_give_way_to_a_tight_one() -> None:
@@ -589,7 +615,7 @@ def test_a_fresh_controller_asks_and_decides_once_it_has_heard() -> None:
     assert not told(controller.handle(status("a", held()), 5.1))
     commands = controller.handle(e.Tick(), 5.3)
     assert e.Settled() in commands
-    assert told(commands) == {"r1": (0.5, "hopeless")}
+    assert told(commands) == {"r1": (0.9, "hopeless")}
     controller.check_invariants()
 
 

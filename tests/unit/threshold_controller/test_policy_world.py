@@ -136,7 +136,7 @@ def test_each_is_told_a_threshold_of_the_set_not_above_its_cap_or_its_pin(
         assert reason != "slack" or threshold == THRESHOLDS[-1]
         assert reason != "cap" or threshold == cap < THRESHOLDS[-1]
         assert reason != "deadline" or (threshold < cap and one.slack is not None)
-        assert reason != "hopeless" or threshold == THRESHOLDS[0]
+        assert reason != "hopeless" or threshold == (THRESHOLDS[0] if policy == "paper" else cap)
 
 
 @given(worlds, st.randoms(use_true_random=False), st.sampled_from(["tedi", "paper"]))
@@ -163,8 +163,9 @@ def test_the_order_of_events_with_equal_times_does_not_matter(world: list[Known]
 @settings(max_examples=30)
 def test_one_request_more_raises_nobody_s_cap(world: list[Known], data: st.DataObject) -> None:
     extra = data.draw(st.integers(0, len(world) - 1))
-    before, after = caps(run(world, skip=extra)), caps(run(world))
-    assert all(after[r] <= before[r] for r in before)
+    fewer, more = run(world, skip=extra), run(world)
+    before, after = caps(fewer), caps(more)
+    assert all(after[r] <= before[r] or more._open[r].given_up for r in before)
 
 
 @given(worlds, st.data())
@@ -180,7 +181,7 @@ def test_a_hopeless_request_changes_nobody_s_cap(world: list[Known], data: st.Da
 @given(worlds, st.data(), st.floats(0.0, 2.0), st.sampled_from(["flat", "low_first", "high_first"]))
 @settings(max_examples=40)
 def test_more_slack_never_lowers_a_threshold(world: list[Known], data: st.DataObject, more: float, plan: str) -> None:
-    """Of the request itself, nor of another one; at equal caps."""
+    """Of the request itself, nor of another one; at equal caps. But the hopeless do not hurry."""
     place = data.draw(st.integers(0, len(world) - 1))
     slack = world[place].slack
     world[place] = world[place]._replace(slack=0.1 if slack is None else slack)
@@ -188,6 +189,8 @@ def test_more_slack_never_lowers_a_threshold(world: list[Known], data: st.DataOb
     world[place] = world[place]._replace(slack=(world[place].slack or 0.0) + more)
     after = decisions(run(world, plan=plan, load_control=False))
     name = f"r{place}"
+    if name in before and before[name][1] == "hopeless":
+        return
     if name in before:
         assert after[name][0] >= before[name][0]
     if plan == "flat":
