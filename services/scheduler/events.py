@@ -194,7 +194,7 @@ def _place(event: Event) -> tuple[float, str, str]:
 # --- commands -----------------------------------------------------------------------------------------------------
 
 AssignReason: TypeAlias = Literal["new", "moved", "released", "worker_lost", "unanswered"]
-ReleaseReason: TypeAlias = Literal["faster", "drain"]
+ReleaseReason: TypeAlias = Literal["faster", "drain", "late"]  # late: for another one that can be in time
 WriteReason: TypeAlias = Literal[
     "worker_lost",
     "expired",

@@ -42,6 +42,8 @@ Moves, whenever something changed and `move_every_s` has passed, of requests tha
 14. While nobody waits, a request moves where its steps take `move_gain_share` less time, from the slowest instance on,
    the most urgent first. Each such move shortens the longer of two latencies, so they come to an end. An instance
    releases `max_moves` at once, and expects as many.
+15. For each request that waits and can still be in time, one that runs and is late is released at its block's end, the
+   least urgent first, and waits again. It has lost nothing: its next block recomputes anyway. `fill_share` 0: never.
 """
 
 import heapq
@@ -49,6 +51,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
@@ -590,6 +593,7 @@ class Scheduler:
             if first_blocked is not None:
                 self._count_overtaking(first_blocked)
             room = self._largest_room(now)
+        self._make_way(now)
 
     def _place_handed_over(self, now: float) -> None:
         """Rule 12: to the instance that has kept room for it."""
@@ -846,6 +850,23 @@ class Scheduler:
                     self._move(open_, instance, target, "faster")
                     targets = self._targets(now)
 
+    def _make_way(self, now: float) -> None:
+        """Rule 15."""
+        in_time = takewhile(lambda open_: open_.deadline is not None, map(self._open.__getitem__, self._queue))
+        wanted = sum(1 for _ in in_time) if self.config.fill_share else 0
+        if not wanted:
+            return
+        serving = self._serving()
+        late = [
+            open_
+            for instance in serving
+            for open_ in self._movable(instance, now)
+            if open_.deadline is None and open_.slo_s < math.inf and open_.id not in instance.leaving
+        ]
+        wanted -= sum(len(instance.leaving) for instance in serving)
+        for open_ in sorted(late, key=lambda o: o.rank, reverse=True)[: max(0, wanted)]:
+            self._release(open_, self._instances[open_.instance_id], "late")
+
     def _too_slow(self, step_ms: float, instance: Instance) -> bool:
         """Steps of that length are no reason to leave the instance."""
         return step_ms >= (1 - self.config.move_gain_share) * self._step_ms(instance)
@@ -867,8 +888,11 @@ class Scheduler:
     def _move(self, open_: _Open, source: Instance, target: Instance, reason: ReleaseReason) -> None:
         """Rule 12."""
         open_.moving_to = target.id
-        source.let_go(open_.id)
         target.expect(open_.id, open_.resident)
+        self._release(open_, source, reason)
+
+    def _release(self, open_: _Open, source: Instance, reason: ReleaseReason) -> None:
+        source.let_go(open_.id)
         release = m.Release(epoch=self.epoch, attempt=open_.attempt, request_id=open_.id)
         self._do(SendRelease(source.id, release, reason))
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from services.scheduler.config import SchedulerConfig
 from services.settings import ConfigError
 from services.threshold_controller.config import ThresholdControllerConfig
 from tools.bench.serving import quantile
@@ -189,6 +190,7 @@ class _Scene:
         else:
             controller = msgspec.convert(result.settings, ThresholdControllerConfig)
             job = self._job("tedi", asked, result.work)._replace(controller=controller)
+        job = job._replace(scheduler=msgspec.convert(result.scheduler, SchedulerConfig))
         outcomes = [one for one in simulate(job).outcomes if int(one.request_id.removeprefix("r")) in counted]
         done = [one for one in outcomes if one.state == "finished"]
         return _Simulated(

@@ -11,7 +11,7 @@ from tools.bench.slo.__main__ import main
 from tools.bench.slo.cells import Basis, Cell, Folder, Result, Row, check_same, in_order
 from tools.bench.slo.measure import prompt_number, what_is_due
 from tools.bench.slo.pairs import Pair, difference
-from tools.bench.slo.policies import POLICIES, is_pinned, settings_of
+from tools.bench.slo.policies import POLICIES, is_pinned, scheduler_of, settings_of
 from tools.bench.slo.report import accuracy, gained, report
 from tools.bench.slo.work import Work, done_since, parse_work
 from tools.loadgen.asks import Ask
@@ -100,7 +100,8 @@ def test_policies_are_settings_of_the_controller() -> None:
     assert settings_of("fixed") == {"deadline_control": False, "load_control": False}
     assert settings_of("ours+plan=low_first+risk=0.8") == {"plan": "low_first", "risk": 0.8}
     assert settings_of("load") == {"deadline_control": False}
-    assert [name for name in POLICIES if is_pinned(name)] == ["fixed"]
+    assert [name for name in POLICIES if is_pinned(name)] == ["fixed", "ordered"]
+    assert [name for name in POLICIES if scheduler_of(name)] == ["fixed", "paper"]
     assert is_pinned("fixed+risk=0.1")
 
 
@@ -276,7 +277,7 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--policies", "fixed,worst"], "'worst' is not one of fixed, deadline"),
+        (["--policies", "fixed,worst"], "'worst' is not one of fixed, ordered"),
         (["--rates", "1,-1"], "rates"),
         (["--seconds", "0"], "seconds"),
     ],

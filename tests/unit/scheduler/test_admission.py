@@ -27,6 +27,7 @@ from tests.unit.scheduler.build import (
     make_record,
     make_request,
     placements,
+    released,
     run,
     running,
     seen,
@@ -245,6 +246,23 @@ def test_who_waits_until_it_is_late_lets_the_others_pass(make: Make) -> None:
     assert [request_id for request_id, _ in placements(after_it)] == ["r5"]
     last = run(scheduler, 0.5, e.RecordSeen(make_record("r3", "finished"), 52))
     assert [request_id for request_id, _ in placements(last)] == ["r7"], "r6, which came earlier, is late"
+
+
+def test_a_late_one_that_runs_makes_way_at_its_block_s_end(make: Make) -> None:
+    scheduler = taught(make)
+    run(scheduler, 0.0, *(seen(f"r{n}", seq=n, deadline=0.5) for n in range(1, 4)))
+    for n in range(1, 4):
+        run(scheduler, 0.1, answered("accepted", f"r{n}"), e.RecordSeen(make_record(f"r{n}"), 20 + n))
+    full = run(scheduler, 0.2, seen("new", seq=8, arrived_at=0.2, deadline=0.7))
+    assert not [c for c in full if isinstance(c, e.SendRelease)], "they may all be in time"
+    late = run(scheduler, 0.52, e.Tick(), seen("newer", seq=9, arrived_at=0.5, deadline=1.0))
+    assert [c for c in late if isinstance(c, e.SendRelease)] == [
+        released("a", "r3", "late"),
+        released("a", "r2", "late"),
+    ]
+    back = make_record("r3", "released", blocks_done=1)
+    after = run(scheduler, 0.55, e.RecordSeen(back, 30))
+    assert [request_id for request_id, _ in placements(after)] == ["new", "newer"], "r2 is about to leave"
 
 
 # --- one moment ---------------------------------------------------------------------------------------------------

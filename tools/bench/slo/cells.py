@@ -81,6 +81,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     policy: str
     settings: dict[str, Any]  # of the threshold-controller
+    scheduler: dict[str, Any] = {}
     rate_per_s: float
     slo_ms: float
     lag_p99_ms: float

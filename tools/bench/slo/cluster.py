@@ -1,7 +1,8 @@
-"""The stack under the benchmark: started once; to change the policy, its threshold-controller alone starts again.
+"""The stack under the benchmark: started once; to change the policy, scheduler and controller start again.
 
 1. Nothing around configures it: TEDISERVE_* and tediserve.toml are left out, a file of its own says what is set.
-2. A policy is in use once a controller that has read it decides and no request is open: each cell begins idle.
+2. A policy is in use once a scheduler and a controller that have read it run, the controller decides and no request is
+   open: each cell begins idle.
 3. Workers offer their metrics, so that a cell can tell what passes cost in it (work.py).
 4. The gateway takes as many calls as requests may be open, so that a long queue is waited for, not refused.
 """
@@ -24,7 +25,7 @@ from tools.bench.slo.work import Work, done_so_far
 from tools.bench.stack import ports_in_a_row, running_stack
 
 MAX_OPEN = 4096
-_CONTROLLER = "threshold-controller"
+_DECIDING = ("scheduler", "threshold-controller")
 _SWITCH_LIMIT_S = 180.0  # longer than a request's time limit: what a cell has left behind may run on as long
 _LOOK_EVERY_S = 0.05
 
@@ -42,23 +43,22 @@ class Cluster:
         """Of each worker (rule 3)."""
         return done_so_far([f"http://127.0.0.1:{port}/metrics" for port in self._metrics_ports])
 
-    async def use(self, settings: Mapping[str, Any]) -> None:
-        """Rule 2, with these settings of the threshold-controller. Raises TimeoutError."""
-        _configure(self._folder, settings, self._metrics_ports)
-        before = self._pid()
+    async def use(self, controller: Mapping[str, Any], scheduler: Mapping[str, Any]) -> None:
+        """Rule 2, with these settings of the two. Raises TimeoutError."""
+        _configure(self._folder, self._metrics_ports, controller, scheduler)
+        before = self._pids()
         async with asyncio.timeout(_SWITCH_LIMIT_S):
-            if before is not None:
+            for pid in before.values():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(before, signal.SIGTERM)
-            while self._pid() in (None, before):  # noqa: ASYNC110  # an event in another process
+                    os.kill(pid, signal.SIGTERM)
+            while any(self._pids().get(name, pid) == pid for name, pid in before.items()):  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_EVERY_S)
             await self._until_idle()
 
-    def _pid(self) -> int | None:
-        """Of the controller; None while there is none."""
+    def _pids(self) -> dict[str, int]:
+        """Of the two, as far as they run."""
         status = json.loads((self._folder / "up.json").read_text(encoding="utf-8"))
-        found: int | None = status["services"].get(_CONTROLLER)
-        return found
+        return {name: status["services"][name] for name in _DECIDING if name in status["services"]}
 
     async def _until_idle(self) -> None:
         """A controller says its load state once it decides, and then every second."""
@@ -79,7 +79,7 @@ def running_cluster(profile: str, workers: int) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="tediserve-bench-") as data, _clean_environment():
         folder = Path(data)
         metrics_ports = ports_in_a_row(workers)
-        _configure(folder, {}, metrics_ports)
+        _configure(folder, metrics_ports, {}, {})
         os.environ[f"{PREFIX}CONFIG"] = str(_config_file(folder))
         with running_stack(profile, workers, folder) as (url, nats_url):
             yield Cluster(folder, url, nats_url, metrics_ports)
@@ -103,12 +103,15 @@ def _config_file(folder: Path) -> Path:
     return folder / "bench.toml"
 
 
-def _configure(folder: Path, settings: Mapping[str, Any], metrics_ports: Sequence[int]) -> None:
+def _configure(
+    folder: Path, metrics_ports: Sequence[int], controller: Mapping[str, Any], scheduler: Mapping[str, Any]
+) -> None:
     tables = {
         "nats": {"max_open_requests": MAX_OPEN},
         "gateway": {"max_open_calls": MAX_OPEN},
         "worker": {"metrics_port": metrics_ports[0]},  # of the first; the others' follow
-        "threshold_controller": dict(settings),
+        "threshold_controller": dict(controller),
+        "scheduler": dict(scheduler),
     }
     lines = []
     for name, table in tables.items():

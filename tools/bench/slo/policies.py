@@ -1,7 +1,9 @@
-"""The policies that are compared: each is a configuration of the threshold-controller, nothing else differs.
+"""The policies that are compared: configurations of threshold-controller and scheduler, nothing else differs.
 
-`fixed` is the profile's threshold, pinned in every request, and a controller that does nothing. `deadline` and `load`
-are ours with the other half switched off. A name may go on with settings: `ours+plan=low_first+risk=0.8`.
+`fixed` is the profile's threshold, pinned in every request, a controller that does nothing, and a scheduler that fills
+instances and their queue without a look at deadlines that cannot be kept any more; so does `paper`. `ordered` has fixed
+thresholds and our scheduler. `deadline` and `load` are ours with the other half of the controller switched off. A name
+may go on with settings of the controller: `ours+plan=low_first+risk=0.8`.
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ from services.threshold_controller.config import ThresholdControllerConfig
 
 POLICIES: dict[str, dict[str, Any]] = {
     "fixed": {"deadline_control": False, "load_control": False},
+    "ordered": {"deadline_control": False, "load_control": False},
     "deadline": {"load_control": False},
     "load": {"deadline_control": False},
     "paper": {"policy": "paper"},
@@ -22,7 +25,12 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def is_pinned(name: str) -> bool:
     """Whether requests carry the profile's threshold, which is then nobody's to change."""
-    return name.partition("+")[0] == "fixed"
+    return name.partition("+")[0] in ("fixed", "ordered")
+
+
+def scheduler_of(name: str) -> dict[str, Any]:
+    """The scheduler's settings that a policy fixes."""
+    return {"fill_share": 0.0} if name.partition("+")[0] in ("fixed", "paper") else {}
 
 
 def settings_of(name: str) -> dict[str, Any]:
