@@ -6,6 +6,7 @@ two queues only, so neither NATS nor a slow reader ever delays a step.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import time
 from collections import deque
@@ -133,6 +134,7 @@ class Worker:
         try:
             await self._first_of(self._engine, stop_asked)
             if not stop_asked.done():
+                gc.freeze()  # torch's objects stay: a collection that walks them all holds up the hot loop's thread too
                 await self._begin(self._engine.result())
                 await self._first_of(stop_asked, self._drain_asked)
                 self._handle(StopAsked())

@@ -87,6 +87,7 @@ class Outlook:
 
     def __init__(self) -> None:
         self.forecast: RequestForecast | None = None
+        self._said: dict[float, list[tuple[float, float]]] = {}  # steps and blocks by threshold, by risk
         self._begun_at: deque[tuple[int, int]] = deque([(0, 0)], maxlen=64)  # (steps, blocks begun), ascending
 
     def note_standing(self, standing: Standing) -> None:
@@ -98,11 +99,13 @@ class Outlook:
         if self.forecast is not None and forecast.steps < self.forecast.steps:
             return False
         self.forecast = forecast
+        self._said.clear()
         return True
 
     def reset(self) -> None:
         """The request starts again from an earlier point."""
         self.forecast = None
+        self._said.clear()
         self._begun_at.clear()
         self._begun_at.append((0, 0))
 
@@ -116,9 +119,9 @@ class Outlook:
         return standing.begun - self._begun_at[0][1]
 
     def needs(
-        self, standing: Standing, shape: Shape, means: Sequence[float], lengths: Lengths, risk: float
+        self, standing: Standing, shape: Shape, means: Sequence[float], lengths: Lengths, risk: float, count: int
     ) -> list[Need]:
-        """What is still needed, by threshold. `means`: the profile's steps per block, by threshold."""
+        """What is still needed, at the lowest `count` thresholds. `means`: the profile's steps per block, at each."""
         if self.forecast is not None and self.usable(standing):
             pairs = self._from_forecast(self.forecast, standing, risk)
         else:
@@ -128,7 +131,7 @@ class Outlook:
         most_blocks = float(max(behind, fewest_blocks))
         needs = []
         most_steps = most_recomputes = 0.0
-        for steps, blocks in pairs:
+        for steps, blocks in pairs[:count]:
             blocks = min(max(blocks, fewest_blocks), most_blocks)
             most_steps = max(most_steps, steps, blocks, 1.0)
             most_recomputes = most_steps if shape.cache == "none" else max(most_recomputes, blocks)
@@ -136,16 +139,20 @@ class Outlook:
         return needs
 
     def _from_forecast(self, forecast: RequestForecast, standing: Standing, risk: float) -> list[tuple[float, float]]:
+        if risk not in self._said:
+            self._said[risk] = _said_by(forecast, risk)
         steps_since = standing.steps - forecast.steps
         begun_since = self._begun_since(forecast, standing)
-        pairs = []
-        for mean, upper, blocks in zip(
-            forecast.steps_left, forecast.steps_left_upper, forecast.blocks_left, strict=True
-        ):
-            steps = mean + risk * max(upper - mean, 0.0)
-            stretch = steps / mean if mean > 0 else 1.0  # more steps come in more blocks
-            pairs.append((steps - steps_since, stretch * blocks - begun_since))
-        return pairs
+        return [(steps - steps_since, blocks - begun_since) for steps, blocks in self._said[risk]]
+
+
+def _said_by(forecast: RequestForecast, risk: float) -> list[tuple[float, float]]:
+    """Steps and blocks, by threshold, at its time (rule 4)."""
+    pairs = []
+    for mean, upper, blocks in zip(forecast.steps_left, forecast.steps_left_upper, forecast.blocks_left, strict=True):
+        steps = mean + risk * max(upper - mean, 0.0)
+        pairs.append((steps, blocks * steps / mean if mean > 0 else blocks))  # more steps come in more blocks
+    return pairs
 
 
 def _from_means(

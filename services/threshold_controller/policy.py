@@ -137,7 +137,7 @@ class _Open:
     fewest: Need | None = None  # at its lowest threshold, as few as deadline control hopes for
     works: Works | None = None  # what that costs all; None: to be computed anew
     is_stale: bool = False  # `works` and `least_s` are at old prices
-    least_s: float = 0.0  # that it still takes, whatever is done (rule 4); computed with `works`
+    least_s: float | None = None  # that it still takes, whatever is done (rule 4); None: to be computed anew
 
     @property
     def resident(self) -> Resident:
@@ -146,7 +146,7 @@ class _Open:
 
     def change(self) -> None:
         """What it still needs is another thing now."""
-        self.means = self.planned = self.fewest = self.works = None
+        self.means = self.planned = self.fewest = self.works = self.least_s = None
 
 
 @dataclass(slots=True, eq=False)
@@ -479,11 +479,19 @@ class ThresholdController:
 
         Those below its floor are as its floor.
         """
-        needs = open_.outlook.needs(open_.standing, open_.shape, self._means, self._lengths, risk)
+        needs = self._needs_below(open_, risk, len(self.thresholds) if open_.pin is not None else self._top + 1)
         if open_.pin is not None:
             return [_at(open_.pin, self.thresholds, needs)]
-        floor = open_.floor
-        return [needs[floor]] * floor + needs[floor : self._top + 1]
+        return [needs[open_.floor]] * open_.floor + needs[open_.floor :]
+
+    def _lowest_need(self, open_: _Open, risk: float) -> Need:
+        """At its lowest threshold, or at its pin."""
+        if open_.pin is not None:
+            return self._needs(open_, risk)[0]
+        return self._needs_below(open_, risk, open_.floor + 1)[-1]
+
+    def _needs_below(self, open_: _Open, risk: float, count: int) -> list[Need]:
+        return open_.outlook.needs(open_.standing, open_.shape, self._means, self._lengths, risk, count)
 
     def _mean_needs(self, open_: _Open) -> list[Need]:
         if open_.means is None:
@@ -491,26 +499,31 @@ class ThresholdController:
         return open_.means
 
     def _weigh(self, open_: _Open) -> Works:
-        """Fills in what the request costs all, and the least that it still takes."""
-        prices = self._prices_of(open_.resident)
-        needs = self._mean_needs(open_)
-        of_recompute, of_cache = prices.shared
-        works = open_.works = tuple([n.recompute * of_recompute + n.cache * of_cache for n in needs])
-        open_.is_stale = False
-        if self._is_paper:
-            steps = needs[0].recompute + needs[0].cache
-            open_.least_s = _PAPER_HOPELESS * steps * prices.alone.recompute
-        elif open_.deadline is not None:
-            least = self._needs(open_, -1.0)[0]
-            open_.least_s = least.recompute * prices.alone.recompute + least.cache * prices.alone.cache
+        """Fills in what the request costs all."""
+        if open_.is_stale:
+            open_.is_stale, open_.least_s = False, None
+        of_recompute, of_cache = self._prices_of(open_.resident).shared
+        works = tuple([n.recompute * of_recompute + n.cache * of_cache for n in self._mean_needs(open_)])
+        open_.works = works
         return works
 
     def _is_hopeless(self, open_: _Open, now: float) -> bool:
-        """`works` must be known."""
+        """Rule 4."""
         if open_.deadline is None:
             return False
+        if open_.least_s is None:
+            open_.least_s = self._least_s(open_)
         slack = open_.deadline - self.config.margin_s - now
         return slack * (1 - self._rise_margin * open_.hopeless) < open_.least_s
+
+    def _least_s(self, open_: _Open) -> float:
+        """Rule 4."""
+        alone = self._prices_of(open_.resident).alone
+        if self._is_paper:
+            need = self._mean_needs(open_)[0]
+            return _PAPER_HOPELESS * (need.recompute + need.cache) * alone.recompute
+        need = self._lowest_need(open_, -1.0)
+        return need.recompute * alone.recompute + need.cache * alone.cache
 
     # --- rules 6 to 8: load control ------------------------------------------------------------------------------
 
@@ -682,8 +695,6 @@ class ThresholdController:
             return 0, "pin"
         if open_.deadline is None or not self.config.deadline_control:
             return open_.cap, _reason_at(open_.cap, self._top)
-        if open_.works is None:
-            self._weigh(open_)
         if self._is_hopeless(open_, now):
             return 0 if self._is_paper else open_.cap, "hopeless"
         return None
@@ -706,7 +717,7 @@ class ThresholdController:
         if self._is_paper:
             return False
         if open_.fewest is None:
-            open_.fewest = self._needs(open_, -self._risk)[0]
+            open_.fewest = self._lowest_need(open_, -self._risk)
         rest = open_.fewest.recompute * prices.recompute + open_.fewest.cache * prices.cache
         gives_up = slack * (1 - self._rise_margin * open_.given_up) < rest
         if gives_up != open_.given_up:

@@ -21,7 +21,7 @@ def make_forecast(mean: float = 10.0, upper: float = 14.0, blocks: float = 2.0, 
 
 def needs(outlook: Outlook, standing: Standing, shape: Shape = SHAPE, risk: float = 0.0) -> list[Need]:
     outlook.note_standing(standing)
-    return outlook.needs(standing, shape, MEANS, Lengths(), risk)
+    return outlook.needs(standing, shape, MEANS, Lengths(), risk, len(MEANS))
 
 
 def test_a_forecast_is_split_into_a_recompute_step_for_each_block_and_cache_steps() -> None:
@@ -149,7 +149,7 @@ def test_a_higher_threshold_never_needs_less_and_nobody_needs_nothing(
         upper = tuple(steps * 1.5 for steps in mean)
         outlook.note_forecast(RequestForecast("r1", 1, at, tuple(mean), upper, tuple(blocks)))
     shape = Shape(num_blocks=8, cache=cache, ignore_eos=False)  # type: ignore[arg-type]
-    found = outlook.needs(standing, shape, (4.0, 5.0, 6.0, 7.0, 8.0), Lengths(), risk)
+    found = outlook.needs(standing, shape, (4.0, 5.0, 6.0, 7.0, 8.0), Lengths(), risk, 5)
     for need in found:
         assert need.recompute >= 0
         assert need.cache >= 0
