@@ -246,6 +246,10 @@ def test_who_waits_until_it_is_late_lets_the_others_pass(make: Make) -> None:
     assert [request_id for request_id, _ in placements(after_it)] == ["r5"]
     last = run(scheduler, 0.5, e.RecordSeen(make_record("r3", "finished"), 52))
     assert [request_id for request_id, _ in placements(last)] == ["r7"], "r6, which came earlier, is late"
+    run(scheduler, 0.6, status("a"), e.RecordSeen(make_record("r4", "finished"), 53))
+    one_left = run(scheduler, 0.6, e.RecordSeen(make_record("r5", "finished"), 54))
+    assert not placements(one_left), "two would be more than half as many as it takes: 144 ms of 125"
+    assert placements(run(scheduler, 0.6, e.RecordSeen(make_record("r7", "finished"), 55)))
 
 
 def test_a_late_one_that_runs_makes_way_at_its_block_s_end(make: Make) -> None:

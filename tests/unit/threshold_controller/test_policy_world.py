@@ -207,12 +207,15 @@ def test_no_more_work_is_granted_than_there_is_capacity_unless_all_are_at_the_lo
     state = controller.load_state
     assert state is not None
     counted = [o for o in controller._open.values() if policy == "paper" or not o.hopeless]
-    if all(o.cap == 0 for o in counted if o.pin is None) or all(one.slack is None for one in world):
+    granted = [0 if o.given_up else o.cap for o in counted]  # those given up may have what is left over much longer
+    if not any(g for g, o in zip(granted, counted, strict=True) if o.pin is None) or all(
+        o.slack is None for o in world
+    ):
         return
     if policy == "paper":
         assert state.demand_s <= state.capacity_s * (1 + 1e-9)
     for claims in controller._claims(counted) if policy == "tedi" else []:
-        assert claims.demand_s([o.cap for o in counted]) <= 2 * claims.length_s * (1 + 1e-9), "of two instances"
+        assert claims.demand_s(granted) <= 2 * claims.length_s * (1 + 1e-9), "of two instances"
 
 
 @given(worlds, st.floats(0.0, 3.0))
