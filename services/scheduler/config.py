@@ -32,7 +32,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     retry_s: float = 0.1  # pause before an instance that had no room after all is tried again
     assign_limit_s: float = 0.25  # for the answer to an assignment, before it is repeated
     expiry_margin_s: float = 1.0  # after a request's time limit, for its gateway to end it first
-    fill_share: float = 0.5  # of an SLO: an instance takes no more requests than take so long together; 0: any number
+    fill_share: float = 0.6  # of an SLO: an instance takes no more requests than take so long together; 0: any number
     admission: Literal["best_effort", "reject"] = "best_effort"  # of requests that cannot meet their deadline
     move_gain_share: float = 0.2  # a request moves only where its steps take that share less time; 1: nowhere
     move_every_s: float = 0.1  # between two looks for requests that should move

@@ -24,8 +24,7 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
 8. Where somebody with an SLO is, an instance takes nobody with whom a request of as many steps as the last finished
    ones would take, at its step latency, more than `fill_share` of the shortest SLO there, the newcomer's included. Else
    all would be late together, of which most can be in time one after the other. An SLO of which a request alone takes
-   more than that share cannot be kept so, and does not count. Those without a deadline, the late ones included, fill it
-   only half as far: the next one that can be in time shall find a place. Moves do not ask for this.
+   more than that share cannot be kept so, and does not count. Moves do not ask for this.
    Who still waits when as many steps, at its lowest threshold and at the best step latency there is, would take longer
    than it has left is late, and goes behind the others (`waiting.py`).
 9. Smaller requests may overtake one that fits nowhere now. After `max_overtakes` of them, the instance with most room
@@ -104,7 +103,6 @@ _MAX_GONE = 4096  # ids of instances that exited, kept for statuses that arrive 
 _NOTHING = PassLoad()
 _MOST_STEPS = 256  # finished requests whose steps are remembered
 _FEWEST_STEPS = 8  # that say something
-_LATE_SHARE = 0.5
 _MAX_TARGETS = 4  # the fastest instances with room: where a request may move to without need
 
 
@@ -665,8 +663,7 @@ class Scheduler:
             return True
         if open_ is not None and alone_s <= (limit_s := self.config.fill_share * open_.slo_s):
             limits_s.append(limit_s)
-        share = _LATE_SHARE if open_ is not None and open_.deadline is None else 1.0
-        return mean_run_s * self._step_ms(instance, one if open_ is None else open_.load) <= share * min(limits_s)
+        return mean_run_s * self._step_ms(instance, one if open_ is None else open_.load) <= min(limits_s)
 
     def _fitting(self, open_: _Open, now: float, among: Iterable[Instance] | None = None) -> list[Instance]:
         """Other instances than its own that can take it now."""

@@ -101,7 +101,7 @@ def test_policies_are_settings_of_the_controller() -> None:
     assert settings_of("ours+plan=low_first+risk=0.8") == {"plan": "low_first", "risk": 0.8}
     assert settings_of("load") == {"deadline_control": False}
     assert [name for name in POLICIES if is_pinned(name)] == ["fixed", "ordered"]
-    assert [name for name in POLICIES if scheduler_of(name)] == ["fixed", "paper"]
+    assert [name for name in POLICIES if scheduler_of(name)] == ["fixed", "paper", "unordered"]
     assert is_pinned("fixed+risk=0.1")
 
 

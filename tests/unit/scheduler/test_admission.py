@@ -198,7 +198,7 @@ def test_a_deadline_that_has_passed_puts_nobody_behind(make: Make) -> None:
 
 def taught(make: Make, **config: Any) -> Scheduler:
     """Finished requests took 16 steps, which are 16 ms and 64 for each request on the instance a."""
-    scheduler = make(**config)
+    scheduler = make(**({"fill_share": 0.5} | config))
     blocks = [make_cost(recompute_steps=1, cache_steps=7)] * 2
     for number in range(8):
         run(scheduler, 0.0, e.RecordSeen(make_record(f"p{number}", "finished", blocks=blocks), number + 1))
@@ -246,10 +246,6 @@ def test_who_waits_until_it_is_late_lets_the_others_pass(make: Make) -> None:
     assert [request_id for request_id, _ in placements(after_it)] == ["r5"]
     last = run(scheduler, 0.5, e.RecordSeen(make_record("r3", "finished"), 52))
     assert [request_id for request_id, _ in placements(last)] == ["r7"], "r6, which came earlier, is late"
-    run(scheduler, 0.6, status("a"), e.RecordSeen(make_record("r4", "finished"), 53))
-    one_left = run(scheduler, 0.6, e.RecordSeen(make_record("r5", "finished"), 54))
-    assert not placements(one_left), "two would be more than half as many as it takes: 144 ms of 125"
-    assert placements(run(scheduler, 0.6, e.RecordSeen(make_record("r7", "finished"), 55)))
 
 
 def test_a_late_one_that_runs_makes_way_at_its_block_s_end(make: Make) -> None:

@@ -2,8 +2,9 @@
 
 `fixed` is the profile's threshold, pinned in every request, a controller that does nothing, and a scheduler that fills
 instances and their queue without a look at deadlines that cannot be kept any more; so does `paper`. `ordered` has fixed
-thresholds and our scheduler. `deadline` and `load` are ours with the other half of the controller switched off. A name
-may go on with settings of the controller: `ours+plan=low_first+risk=0.8`.
+thresholds and our scheduler, `unordered` our thresholds and that other scheduler. `deadline` and `load` are ours with the
+other half of the controller switched off. A name may go on with settings of the controller:
+`ours+plan=low_first+risk=0.8`.
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "deadline": {"load_control": False},
     "load": {"deadline_control": False},
     "paper": {"policy": "paper"},
+    "unordered": {},
     "ours": {},
 }
 
@@ -30,7 +32,7 @@ def is_pinned(name: str) -> bool:
 
 def scheduler_of(name: str) -> dict[str, Any]:
     """The scheduler's settings that a policy fixes."""
-    return {"fill_share": 0.0} if name.partition("+")[0] in ("fixed", "paper") else {}
+    return {"fill_share": 0.0} if name.partition("+")[0] in ("fixed", "paper", "unordered") else {}
 
 
 def settings_of(name: str) -> dict[str, Any]:
