@@ -2,8 +2,8 @@
 
 `fixed` is the profile's threshold, pinned in every request, a controller that does nothing, and a scheduler that fills
 instances and their queue without a look at deadlines that cannot be kept any more; so does `paper`. `ordered` has fixed
-thresholds and our scheduler, `unordered` our thresholds and that other scheduler. `deadline` and `load` are ours with the
-other half of the controller switched off. A name may go on with settings of the controller:
+thresholds and our scheduler, `unordered` our thresholds and that other scheduler. `deadline` and `load` are ours with
+the other half of the controller switched off. A name may go on with settings of the controller:
 `ours+plan=low_first+risk=0.8`.
 """
 
