@@ -132,7 +132,7 @@ arrivals = st.lists(
 @given(arrivals=arrivals, later_s=st.floats(0, 400))
 def test_rates_and_means_are_those_of_a_count_of_every_request(arrivals: list[Arrival], later_s: float) -> None:
     monitor = monitor_of(began_at=1000.0, max_classes=1000)
-    arrivals = sorted(arrivals)
+    arrivals = sorted(arrivals, key=lambda arrival: arrival.at)
     watch(monitor, arrivals)
     now = max([1001.0, *(a.at for a in arrivals)]) + later_s
     found = {(c.priority, c.prompt_tokens, c.output_tokens): c for c in snapshot(monitor, now).classes}
