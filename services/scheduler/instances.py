@@ -111,11 +111,10 @@ class Instance:
 
     def step_ms_with(self, load: PassLoad, latency: LatencyProfile, steps_per_block: float) -> float:
         """Mean step latency, in milliseconds, with a request of that `mean_pass` added (rule 3)."""
-        degree = latency.nearest_degree(self.tp_degree)
-        return self.latency_ratio * latency.step_ms(degree, self._load_of_all(steps_per_block).plus(load))
+        return self.pass_ms(self._load_of_all(steps_per_block).plus(load), latency)
 
-    def alone_ms(self, load: PassLoad, latency: LatencyProfile) -> float:
-        """Mean step latency, in milliseconds, of a request of that `mean_pass` with nobody beside it."""
+    def pass_ms(self, load: PassLoad, latency: LatencyProfile) -> float:
+        """Milliseconds of a pass here (rule 3)."""
         return self.latency_ratio * latency.step_ms(latency.nearest_degree(self.tp_degree), load)
 
     def mean_load(self, steps_per_block: float) -> PassLoad:

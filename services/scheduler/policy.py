@@ -646,8 +646,11 @@ class Scheduler:
 
     def _cheapest(self, open_: _Open, now: float) -> Instance | None:
         """Where its steps would be shortest (rules 7 and 8)."""
-        fitting = [i for i in self._fitting(open_, now) if self._has_time(i, open_)]
-        return min(fitting, key=lambda i: (self._step_ms(i, open_.load), i.tokens, i.id), default=None)
+        return self._fastest(open_, [i for i in self._fitting(open_, now) if self._has_time(i, open_)])
+
+    def _fastest(self, open_: _Open, among: Iterable[Instance]) -> Instance | None:
+        """Rule 7."""
+        return min(among, key=lambda i: (self._step_ms(i, open_.load), i.tokens, i.id), default=None)
 
     def _has_time(self, instance: Instance, open_: _Open | None = None) -> bool:
         """Rule 8: whether it may take this one, or else one more like those that it holds."""
@@ -656,7 +659,7 @@ class Scheduler:
         steps_per_block = self._profile.decoding.steps_per_block
         one = instance.mean_load(steps_per_block)
         mean_run_s = self._mean_steps / 1000  # times milliseconds a step
-        alone_s = mean_run_s * instance.alone_ms(one, self._latency)
+        alone_s = mean_run_s * instance.pass_ms(one, self._latency)
         slos_s = [self._open[id_].slo_s for id_ in instance.residents]
         limits_s = [limit_s for slo_s in slos_s if alone_s <= (limit_s := self.config.fill_share * slo_s) < math.inf]
         if not limits_s:
@@ -844,8 +847,7 @@ class Scheduler:
             for open_ in self._movable(instance, now) if not instance.draining else ():
                 if len(instance.leaving) >= self.config.max_moves:
                     break
-                fitting = self._fitting(open_, now, targets)
-                target = min(fitting, key=lambda i: (self._step_ms(i, open_.load), i.tokens, i.id), default=None)
+                target = self._fastest(open_, self._fitting(open_, now, targets))
                 if target is not None and not self._too_slow(self._step_ms(target, open_.load), instance):
                     self._move(open_, instance, target, "faster")
                     targets = self._targets(now)
