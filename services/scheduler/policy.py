@@ -833,7 +833,7 @@ class Scheduler:
     def _empty(self, instance: Instance, now: float) -> None:
         """Rule 13."""
         for open_ in self._movable(instance, now):
-            target = self._cheapest(open_, now)
+            target = self._fastest(open_, self._fitting(open_, now))
             if target is not None:
                 self._move(open_, instance, target, "drain")
 

@@ -24,6 +24,7 @@ Load control, `load_every_s` after something changed:
    nobody else's cap, and to be given up changes it neither: they share out what the time until the first of them must
    have ended holds beyond the work of all others at the highest.
    `paper`: all are one group; without any deadline nobody is limited.
+   Before load control has seen a newcomer its cap is that of the last request which comes before it.
 8. A cap falls at once, and rises only if it would with `rise_margin` of the capacity kept free (`steady.py`).
 Deadline control, of a whole instance at once, when its batch, a forecast or a cap changed, with each report on a
 request without a forecast, and each `repeat_s`:

@@ -248,6 +248,17 @@ def test_who_waits_until_it_is_late_lets_the_others_pass(make: Make) -> None:
     assert [request_id for request_id, _ in placements(last)] == ["r7"], "r6, which came earlier, is late"
 
 
+def test_a_drain_does_not_ask_whether_its_requests_would_be_in_time_elsewhere(make: Make) -> None:
+    scheduler = taught(make, move_gain_share=1.0)
+    for n in range(1, 4):
+        run(scheduler, 0.0, e.RecordSeen(make_record(f"r{n}"), 20 + n), seen(f"r{n}", seq=n, deadline=0.5))
+    run(scheduler, 0.0, e.RecordSeen(make_record("r9", holder="b"), 40), seen("r9", seq=9, deadline=0.5))
+    run(scheduler, 0.0, status("b", held("r9")))
+    run(scheduler, 0.2, status("a", *(held(f"r{n}") for n in range(1, 4))))
+    drained = run(scheduler, 0.4, e.DrainAsked("b"))
+    assert [c for c in drained if isinstance(c, e.SendRelease)] == [released("b", "r9", "drain")]
+
+
 def test_a_late_one_that_runs_makes_way_at_its_block_s_end(make: Make) -> None:
     scheduler = taught(make)
     run(scheduler, 0.0, *(seen(f"r{n}", seq=n, deadline=0.5) for n in range(1, 4)))
