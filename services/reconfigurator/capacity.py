@@ -3,8 +3,8 @@
 1. First the mean threshold per token is as high as promises, stability and devices allow; then, for at most
    `threshold_tolerance` of it, the mean latency is as low as can be; then the busiest TP degree is as idle as can be,
    then no device is left over, then as many instances as possible have the TP degrees that run today.
-2. Every token is committed. Steps may run at several thresholds and TP degrees. All instances of a degree use one
-   batch size for each kind of step, unless `time_sharing`.
+2. Every token is committed. Steps may run at several thresholds and TP degrees, and in batches of several sizes;
+   without `time_sharing` all instances of a degree use one batch size for each kind of step.
 3. Stability is counted in instance-seconds a second, so a degree's number of instances stands alone on one side of the
    row, and only the product of a batch's choice and the steps in it needs its own columns.
 4. With caching a request moves at block starts only: the steps that it runs at a degree commit the tokens of the blocks

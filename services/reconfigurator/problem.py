@@ -83,7 +83,9 @@ class Planning(_Part, frozen=True, kw_only=True):
 
     max_utilisation: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.85  # rho; 1 lets a degree fill up, and queues with it
     threshold_tolerance: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.01  # of mean threshold, given away for latency
-    time_sharing: bool = False  # a degree may mix batch sizes: far quicker to solve, and a little optimistic
+    # A degree may mix batch sizes: far quicker to solve, and right where sizes of requests are mixed. Without it all
+    # passes of a degree are of one size, so a short request looks as slow as the long ones beside it.
+    time_sharing: bool = True
     # New layouts are planned for so many times the rates, today's is judged at the rates as they are: a load that sways
     # by less does not turn the layout back and forth.
     headroom: Annotated[float, Meta(ge=1.0, le=10.0)] = 1.0

@@ -1,7 +1,7 @@
 """The two stages by trying everything, written from the paper's formulas and sharing nothing with the planner.
 
 Stage 1: every maximal number of instances (built node by node), every choice of a batch size for each degree and kind
-of step; what is left is a linear program in the steps. Many such programs are solved as one, as separate blocks.
+of step (all of them at once, if time may be shared); what is left is a linear program in the steps. Many such programs are solved as one, as separate blocks.
 Stage 2: every set of instances that could be kept, and whether the rest still fits.
 """
 
@@ -17,6 +17,7 @@ from scipy.sparse import block_diag
 from services.reconfigurator.problem import Problem
 
 Layout = tuple[int, ...]  # instances of each degree, ascending
+Sizes = tuple[int, ...]  # of batches, that a degree may use for a kind of step
 PENALTY = 1e3
 FEASIBLE = 1e-6
 
@@ -84,7 +85,8 @@ def _blocks(problem: Problem) -> Iterator[Block]:
     bins = [problem.batch_tokens, problem.cache_batch_tokens][:kinds]
     for counts in sorted(maximal):
         used = [(d, count) for d, count in zip(problem.usable_degrees, counts, strict=True) if count]
-        for choice in product(*(product(*bins) for _ in used)):
+        sizes = [[tuple(of_kind)] if problem.planning.time_sharing else [(b,) for b in of_kind] for of_kind in bins]
+        for choice in product(*(product(*sizes) for _ in used)):
             block = _block(problem, used, choice)
             if block is not None:
                 yield block
@@ -96,11 +98,12 @@ def _latency_s(problem: Problem, degree: int, tokens: float) -> float:
     return float(np.interp(tokens, *zip(*curve, strict=True))) / 1000
 
 
-def _block(problem: Problem, used: list[tuple[int, int]], choice: tuple[tuple[int, ...], ...]) -> Block | None:
-    """Columns: per class, steps at (degree, threshold) and at (degree, kind)."""
+def _block(problem: Problem, used: list[tuple[int, int]], choice: tuple[tuple[Sizes, ...], ...]) -> Block | None:
+    """Columns: per class, steps at (degree, threshold) and at (degree, kind, batch size)."""
     caching = problem.cache != "none"
-    num_c, num_d, kinds = len(problem.thresholds), len(used), 2 if caching else 1
-    per_class = num_d * num_c + num_d * kinds
+    num_c, num_d = len(problem.thresholds), len(used)
+    options = [(d, kind, size) for d in range(num_d) for kind, sizes in enumerate(choice[d]) for size in sizes]
+    per_class = num_d * num_c + len(options)
     columns = per_class * len(problem.classes) + 1
     rate = sum(k.rate_per_s for k in problem.classes)
     token_rate = sum(k.rate_per_s * k.output_tokens for k in problem.classes)
@@ -112,7 +115,6 @@ def _block(problem: Problem, used: list[tuple[int, int]], choice: tuple[tuple[in
         speed = [min(c.tokens_per_step, k.output_tokens / blocks) for c in problem.thresholds]
         at = i * per_class
         by_c = lambda d, c, at=at: at + d * num_c + c  # noqa: E731
-        by_kind = lambda d, kind, at=at: at + num_d * num_c + d * kinds + kind  # noqa: E731
         own_latency, all_tokens, recomputes = np.zeros(columns), np.zeros(columns), np.zeros(columns)
         for d, (degree, _) in enumerate(used):
             matching, linked = np.zeros(columns), np.zeros(columns)
@@ -120,23 +122,25 @@ def _block(problem: Problem, used: list[tuple[int, int]], choice: tuple[tuple[in
                 threshold[by_c(d, c)] += k.rate_per_s * problem.thresholds[c].threshold * tokens / token_rate
                 all_tokens[by_c(d, c)] = linked[by_c(d, c)] = tokens
                 matching[by_c(d, c)] = 1
-            for kind in range(kinds):
+            for column, (at_degree, kind, size) in enumerate(options, start=at + num_d * num_c):
+                if at_degree != d:
+                    continue
                 rows = k.prompt_tokens + k.output_tokens if kind == 0 else problem.block_size
-                size = choice[d][kind]
-                matching[by_kind(d, kind)] = -1
+                matching[column] = -1
                 seconds = _latency_s(problem, degree, size)
-                own_latency[by_kind(d, kind)] = seconds
-                stability[d, by_kind(d, kind)] = k.rate_per_s * seconds * rows / size
+                own_latency[column] = seconds
+                stability[d, column] = k.rate_per_s * seconds * rows / size
                 if rows > size:
                     forbidden = np.zeros(columns)
-                    forbidden[by_kind(d, kind)] = 1
+                    forbidden[column] = 1
                     equal.append(forbidden), equal_value.append(0)
+                if kind == 0:
+                    recomputes[column] = 1
+                    linked[column] = -k.output_tokens / blocks
             equal.append(matching), equal_value.append(0)
-            recomputes[by_kind(d, 0)] = 1
             if caching:
-                linked[by_kind(d, 0)] = -k.output_tokens / blocks
                 equal.append(linked), equal_value.append(0)
-        if all(k.prompt_tokens + k.output_tokens > sizes[0] for sizes in choice):
+        if all(k.prompt_tokens + k.output_tokens > max(sizes[0]) for sizes in choice):
             return None
         if caching:
             equal.append(recomputes), equal_value.append(blocks)

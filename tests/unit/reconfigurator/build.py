@@ -43,7 +43,7 @@ def paper_example(rate_per_s: float, **changes: Any) -> Problem:
     return Problem(**(defaults | changes))
 
 
-def random_problem(seed: int, caching: bool) -> Problem:
+def random_problem(seed: int, caching: bool, time_sharing: bool = True) -> Problem:
     """Small enough to try everything: a node or two, two TP degrees (at times three, or such as do not divide)."""
     rng = random.Random(seed)
     degrees = rng.choice([(1, 2), (1, 2), (1, 4), (2, 4), (2, 3), (1, 3), (1,), (1, 2, 4)])
@@ -62,7 +62,10 @@ def random_problem(seed: int, caching: bool) -> Problem:
         batch_tokens=tuple(sorted(rng.sample([256, 512, 1024, 2048], 2))),
         cache_batch_tokens=tuple(sorted(rng.sample([32, 128, 256], 2))),
         planning=Planning(
-            max_utilisation=rng.choice([0.85, 1.0]), threshold_tolerance=rng.choice([0.0, 0.01, 0.05]), solver="highs"
+            max_utilisation=rng.choice([0.85, 1.0]),
+            threshold_tolerance=rng.choice([0.0, 0.01, 0.05]),
+            time_sharing=time_sharing,
+            solver="highs",
         ),
     )
     return replace(problem, today=random_layout(rng, problem))

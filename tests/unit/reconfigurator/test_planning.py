@@ -162,8 +162,8 @@ def test_without_an_answer_in_time_todays_layout_stays(monkeypatch: pytest.Monke
 
 
 def test_a_guess_is_used_where_there_is_no_time_for_more_and_its_gap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two solves of the relaxed program and two of the guess come first."""
-    problem = paper_example(1.2)
+    """With one batch size a degree two solves of the relaxed program and two of the guess come first."""
+    problem = paper_example(1.2, planning=Planning(solver="highs", time_sharing=False))
     best = plan(problem)
     monkeypatch.setattr(planning, "solver_named", lambda name: TooSlow(after=4))
     monkeypatch.setattr(planning, "place", lambda *arguments: ())
@@ -171,6 +171,32 @@ def test_a_guess_is_used_where_there_is_no_time_for_more_and_its_gap_is_told(mon
     assert (made.outcome, made.proven) == ("planned", False)
     assert figures_of(made) == pytest.approx(figures_of(best)), "there is but one batch size to guess"
     assert made.gap > 0
+
+
+def test_sizes_that_differ_are_no_reason_for_a_degree_that_is_no_faster() -> None:
+    """Two devices make no step faster. With one batch size a degree the short ones look as slow as the long ones until
+    a degree of their own has passes of their size."""
+    curve = (128, 10.0), (2048, 60.0)
+    problem = paper_example(
+        0.0,
+        degrees=(make_degree(1, *curve), make_degree(2, *curve)),
+        classes=(
+            make_class("short", rate_per_s=1.0, prompt_tokens=64, output_tokens=64),
+            make_class("long", rate_per_s=0.1, prompt_tokens=1920, output_tokens=128),
+        ),
+        batch_tokens=(128, 2048),
+        today=EIGHT_TP_1,
+    )
+    assert Planning().time_sharing, "the default"
+    made = plan(problem)
+    assert judge(problem, made).reason == "same_layout"
+    assert made.today is not None
+    assert {one.name: one.latency_s for one in made.today.classes} == pytest.approx({"short": 0.125, "long": 1.5})
+    assert figures_of(made) == pytest.approx((0.9, (0.125 + 0.1 * 1.5) / 1.1))
+    one_size = replace(problem, planning=Planning(solver="highs", time_sharing=False))
+    misjudged = plan(one_size)
+    assert (judge(one_size, misjudged).reason, misjudged.layout) == ("latency_gain", {1: 2, 2: 3})
+    assert figures_of(misjudged) == pytest.approx(figures_of(made)), "and all that it gains was there before"
 
 
 def test_the_same_problem_gives_the_same_plan() -> None:

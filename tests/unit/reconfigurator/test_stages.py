@@ -27,24 +27,31 @@ def solver(request: pytest.FixtureRequest) -> Solver:
     return solver
 
 
-def feasible_alone(seed: int, caching: bool) -> Problem:
+def feasible_alone(seed: int, caching: bool, time_sharing: bool) -> Problem:
     """Of promises that are impossible by themselves stage 1 knows nothing; neither may the search."""
-    problem = random_problem(seed, caching)
+    problem = random_problem(seed, caching, time_sharing)
     softened = workload_of(problem).softened
     return replace(problem, classes=tuple(replace(k, slo_s=None) if k.name in softened else k for k in problem.classes))
 
 
 @cache
-def searched(caching: bool) -> list[tuple[Problem, brute_force.Best | None]]:
-    problems = [feasible_alone(seed, caching) for seed in range(INSTANCES)]
+def searched(caching: bool, time_sharing: bool) -> list[tuple[Problem, brute_force.Best | None]]:
+    problems = [feasible_alone(seed, caching, time_sharing) for seed in range(INSTANCES)]
     problems = [problem for problem in problems if not workload_of(problem).too_long]
     return list(zip(problems, brute_force.best_of_each(problems), strict=True))
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["no cache", "dual cache"])
-def test_stage_1_is_as_good_as_any_layout(solver: Solver, caching: bool) -> None:
+cases = pytest.mark.parametrize(
+    ("caching", "time_sharing"),
+    [(False, True), (True, True), (False, False), (True, False)],
+    ids=["no cache", "dual cache", "no cache, one batch size", "dual cache, one batch size"],
+)
+
+
+@cases
+def test_stage_1_is_as_good_as_any_layout(solver: Solver, caching: bool, time_sharing: bool) -> None:
     infeasible = 0
-    for problem, best in searched(caching):
+    for problem, best in searched(caching, time_sharing):
         capacity = plan_capacity(problem, workload_of(problem).demands, solver, LIMIT_S)
         assert (capacity.status == "infeasible") == (best is None), problem
         if best is None:
@@ -59,10 +66,10 @@ def test_stage_1_is_as_good_as_any_layout(solver: Solver, caching: bool) -> None
     assert 10 < infeasible < INSTANCES / 2, "both kinds are among them"
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["no cache", "dual cache"])
-def test_the_layout_chosen_is_good_for_its_loads(caching: bool) -> None:
+@cases
+def test_the_layout_chosen_is_good_for_its_loads(caching: bool, time_sharing: bool) -> None:
     solver = solver_named("highs")
-    for problem, best in searched(caching)[:60]:
+    for problem, best in searched(caching, time_sharing)[:60]:
         if best is None:
             continue
         demands = workload_of(problem).demands
@@ -82,7 +89,7 @@ def test_the_layout_chosen_is_good_for_its_loads(caching: bool) -> None:
 
 def test_with_time_sharing_a_threshold_is_never_lower() -> None:
     solver = solver_named("highs")
-    for problem, best in searched(True)[:60]:
+    for problem, best in searched(True, False)[:60]:
         sharing = replace(problem, planning=replace(problem.planning, time_sharing=True))
         capacity = plan_capacity(sharing, workload_of(sharing).demands, solver, LIMIT_S)
         if best is not None:
