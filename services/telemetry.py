@@ -1,18 +1,18 @@
-"""Traces of requests, if `[telemetry]` names a collector. Nothing else here knows OpenTelemetry (`services/otlp.py`).
+"""Traces of requests by OpenTelemetry's rules and names, if `[telemetry]` names a collector (`services/otlp.py`).
 
-1. Off, which is the default, nothing of OpenTelemetry is imported and no span is made: a traceparent is passed on as it
-   came, so that logs of all services name the same trace.
+1. Off, which is the default, nothing for it is imported and no span is made: a traceparent is passed on as it came, so
+   that logs of all services name the same trace.
 2. What travels is a W3C traceparent: from the caller's HTTP header into `bus.trace_parent`, from there through the
    headers of NATS messages. Who begins a span puts its own traceparent in its place.
 3. A span belongs to a whole (a call, a wait, a block), never to a step, and is made where the event loop runs, never in
    the hot loop. What has ended already is recorded with its times.
 4. Whether a trace is kept is decided where it begins, by `sample_ratio`; a caller's traceparent has decided already.
-5. Spans wait in a queue with a bound and are sent by a thread of their own. No collector, or a slow one: the oldest are
-   lost, that is counted, and nobody waits.
+5. Spans wait in a queue with a bound and are sent by a thread of their own. A collector that was away gets them later;
+   when the queue is full the oldest are lost, that is counted, and nobody waits.
 6. No prompt, answer or key is ever an attribute.
 """
 
-import threading
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -20,7 +20,6 @@ import msgspec
 from prometheus_client import Counter
 
 from services.bus import new_trace_parent, trace_parent
-from services.settings import ConfigError
 
 if TYPE_CHECKING:
     from services.otlp import LiveSpan, Tracing
@@ -29,9 +28,11 @@ Attributes: TypeAlias = Mapping[str, str | bool | int | float | Sequence[str]]
 Kind: TypeAlias = Literal["internal", "server", "client", "producer", "consumer"]
 
 SPANS = Counter(
-    "tediserve_telemetry_spans", "Spans that were made, that the collector took, or that failed", ["outcome"]
+    "tediserve_telemetry_spans", "Spans that were made, that the collector took, or that were lost", ["outcome"]
 )
 
+TRACE_PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")  # of W3C's version 0
+_URL = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^][/@:?#\s]+)(:\d{1,5})?(/[^?#\s]*)?")
 SHUT_DOWN_LIMIT_S = 2.0  # for what is queued at the end of a process
 
 # --- names --------------------------------------------------------------------------------------------------------
@@ -83,17 +84,18 @@ RESULT = "result"  # worker: from the last block's end to its record being store
 
 
 class TelemetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where traces go. Table `[telemetry]`. What a collector wants in headers: `OTEL_EXPORTER_OTLP_HEADERS`."""
+    """Where traces go. Table `[telemetry]`. Of OpenTelemetry's own variables two are read, `OTEL_RESOURCE_ATTRIBUTES`
+    and `OTEL_EXPORTER_OTLP_HEADERS`: what a collector wants in headers."""
 
     endpoint: str = ""  # OTLP over HTTP, e.g. "http://127.0.0.1:4318"; "": no traces
     sample_ratio: float = 1.0  # of the traces that begin here
     queue_spans: int = 4096  # that wait for the collector
     batch_spans: int = 512  # sent together at most
-    send_every_s: float = 1.0
-    send_limit_s: float = 5.0  # for the collector to take a batch
+    send_every_s: float = 5.0  # or when a batch is full
+    send_limit_s: float = 5.0  # for the collector to answer
 
     def __post_init__(self) -> None:
-        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+        if self.endpoint and not _URL.fullmatch(self.endpoint):
             raise ValueError(f'endpoint: {self.endpoint!r} is no URL of OTLP over HTTP, as "http://127.0.0.1:4318" is')
         if not 0.0 <= self.sample_ratio <= 1.0:
             raise ValueError(f"sample_ratio: {self.sample_ratio} is not between 0 and 1")
@@ -110,17 +112,12 @@ _tracing: "Tracing | None" = None
 
 
 def set_up(service: str, settings: TelemetrySettings) -> None:
-    """Traces of this process go to the collector from now on, if one is named. Raises ConfigError."""
+    """Traces of this process go to the collector from now on, if one is named."""
     global _tracing
-    if not settings.endpoint:
-        return
-    try:
+    if settings.endpoint:
         from services.otlp import Tracing
-    except ImportError as error:
-        raise ConfigError(
-            f'[telemetry] endpoint: {error.name} is not installed: pip install "tediserve[telemetry]"'
-        ) from None
-    _tracing = Tracing(service, settings)
+
+        _tracing = Tracing(service, settings)
 
 
 def shut_down(limit_s: float = SHUT_DOWN_LIMIT_S) -> None:
@@ -128,9 +125,7 @@ def shut_down(limit_s: float = SHUT_DOWN_LIMIT_S) -> None:
     global _tracing
     tracing, _tracing = _tracing, None
     if tracing is not None:
-        ending = threading.Thread(target=tracing.close, name="telemetry ends", daemon=True)
-        ending.start()
-        ending.join(limit_s)
+        tracing.close(limit_s)
 
 
 def is_on() -> bool:
@@ -177,8 +172,7 @@ def begin(
     parent = trace_parent.get() if parent is None else parent
     if _tracing is None:
         return Span(parent or new_trace_parent(), None)
-    live = _tracing.begin(name, parent, kind, attributes, began_at)
-    return Span(live.traceparent, live)
+    return Span(*_tracing.begin(name, parent, kind, attributes, began_at))
 
 
 def record(
@@ -193,4 +187,4 @@ def record(
     """A span that is over, between two wall-clock times. Without a parent there is nothing that it is part of: none."""
     parent = trace_parent.get() if parent is None else parent
     if _tracing is not None and parent:
-        _tracing.begin(name, parent, "internal", attributes, began_at).end(error, max(began_at, ended_at))
+        _tracing.record(name, parent, attributes, began_at, max(began_at, ended_at), error)

@@ -1,16 +1,15 @@
-"""A collector of traces: an HTTP server that decodes what OTLP exporters send."""
+"""A collector of traces that keeps what came."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+
+from tools.bench.collector import collector
 
 
 class ReceivedSpan(NamedTuple):
@@ -28,26 +27,39 @@ class ReceivedSpan(NamedTuple):
     resource: dict[str, Any]
 
 
+class Batch(NamedTuple):
+    """What came at once, whatever the answer."""
+
+    path: str
+    num_spans: int
+    headers: dict[str, str]  # names in lower case
+    client_port: int
+
+
 class Receiver:
-    """What has come so far. `batches`: the paths and sizes, in spans, of what came, whatever the answer, `status`.
+    """What has come so far. `status` is its answer, after which it hangs up without a word if `hangs_up` is set.
 
     While `open` is not set nothing is answered, for 10 s at most.
     """
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
-        self.batches: list[tuple[str, int]] = []
+        self.batches: list[Batch] = []
         self.status = 200
+        self.hangs_up = False
         self.open = threading.Event()
         self.open.set()
         self.url = ""
 
-    def take(self, path: str, body: bytes) -> None:
-        found = list(_spans(ExportTraceServiceRequest.FromString(body)))
-        self.batches.append((path, len(found)))
+    def take(self, request: BaseHTTPRequestHandler, message: ExportTraceServiceRequest) -> int:
+        found = list(_spans(message))
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.batches.append(Batch(request.path, len(found), headers, request.client_address[1]))
         self.open.wait(10)
+        request.close_connection = self.hangs_up
         if self.status == 200:
             self.spans += found
+        return self.status
 
     def named(self, name: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.name == name]
@@ -60,21 +72,7 @@ class Receiver:
 @contextmanager
 def receiver() -> Iterator[Receiver]:
     received = Receiver()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.take(self.path, self.rfile.read(int(self.headers["content-length"])))
-            body = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(received.status)
-            self.send_header("content-type", "application/x-protobuf")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = collector(received.take)
     received.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -88,7 +86,7 @@ def receiver() -> Iterator[Receiver]:
 
 def _spans(message: ExportTraceServiceRequest) -> Iterator[ReceivedSpan]:
     for resource_spans in message.resource_spans:
-        resource = {pair.key: _value(pair.value) for pair in resource_spans.resource.attributes}
+        resource = {pair.key: value_of(pair.value) for pair in resource_spans.resource.attributes}
         for scope_spans in resource_spans.scope_spans:
             for span in scope_spans.spans:
                 yield ReceivedSpan(
@@ -100,13 +98,13 @@ def _spans(message: ExportTraceServiceRequest) -> Iterator[ReceivedSpan]:
                     began_at=span.start_time_unix_nano / 1e9,
                     ended_at=span.end_time_unix_nano / 1e9,
                     failed=span.status.code == span.status.STATUS_CODE_ERROR,
-                    attributes={pair.key: _value(pair.value) for pair in span.attributes},
+                    attributes={pair.key: value_of(pair.value) for pair in span.attributes},
                     resource=resource,
                 )
 
 
-def _value(value: AnyValue) -> Any:
+def value_of(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
-        return [_value(element) for element in value.array_value.values]
+        return [value_of(element) for element in value.array_value.values]
     return getattr(value, kind) if kind else None

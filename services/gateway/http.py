@@ -59,7 +59,6 @@ Connection: TypeAlias = ASGIConnection[Any, Any, Any, Any]
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SANE_KEY = re.compile(r"[\x20-\x7e]{1,255}")
-_TRACE_PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _CALL_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{32})")
 _LONG_BODY = 16_384  # bytes; tokenising more would hold up other calls, so it runs in a thread
 _CALL_ROUTES = ("/v1/chat/completions", "/v1/completions")
@@ -112,7 +111,7 @@ class Gateway:
             call = self.api.read(kind, raw, arrival)
         request.scope["state"]["call"] = PREFIXES[kind] + call_id
         sent_parent = request.headers.get("traceparent", "")
-        span = begin_call(call, sent_parent if _TRACE_PARENT.fullmatch(sent_parent) else "")
+        span = begin_call(call, sent_parent if telemetry.TRACE_PARENT.fullmatch(sent_parent) else "")
         trace_parent.set(span.traceparent)
         began_at = time.time()
         try:

@@ -1,10 +1,14 @@
-"""A collector of traces in a process of its own: takes what comes over OTLP, decodes it, and forgets it."""
+"""A collector of traces: an HTTP server that hands on what comes over OTLP, decoded by OpenTelemetry's own schema.
+
+The benchmark's stands in a process of its own and forgets what it decoded; the tests' is `tests/otlp_receiver.py`.
+"""
 
 import contextlib
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
+from typing import TypeAlias
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -15,20 +19,30 @@ _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 10.0
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections stay open, as a real one keeps them
+Take: TypeAlias = Callable[[BaseHTTPRequestHandler, ExportTraceServiceRequest], int]
+"""What to do with a batch: gives the status of the answer. The first argument is the HTTP request that it came with."""
 
-    def do_POST(self) -> None:
-        ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-        body = ExportTraceServiceResponse().SerializeToString()
-        self.send_response(200)
-        self.send_header("content-type", "application/x-protobuf")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+def collector(take: Take) -> ThreadingHTTPServer:
+    """Listens on a free port of this machine; `serve_forever` is the caller's to call."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections stay open, as a real one keeps them
+
+        def do_POST(self) -> None:
+            length = int(self.headers["content-length"])
+            status = take(self, ExportTraceServiceRequest.FromString(self.rfile.read(length)))
+            body = ExportTraceServiceResponse().SerializeToString()
+            self.send_response(status)
+            self.send_header("content-type", "application/x-protobuf")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 
 
 @contextlib.contextmanager
@@ -48,6 +62,6 @@ def running_collector() -> Iterator[str]:
 
 
 def _serve(told: Connection) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server = collector(lambda _request, _batch: 200)
     told.send(server.server_address[1])
     server.serve_forever()

@@ -14,7 +14,6 @@ from tests.unit.deploy.files import SERVICES
 _OPTIONAL = {
     "services.denoiser.latency_plot": "matplotlib",
     "services.denoiser.kernels_vllm": "vllm",
-    "services.otlp": "the extra telemetry",
 }
 
 
