@@ -9,10 +9,13 @@
    what the next lower measured one does.
 """
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from contracts.messages import GenerateRequest, Held, InstanceStatus
-from services.costs import LatencyProfile, PassLoad, Resident, mean_pass
+from services.costs import LatencyProfile, PassCost, PassLoad, Resident, mean_pass
 
 _LATENCY_RATIO_BOUNDS = (0.5, 4.0)
 
@@ -32,6 +35,17 @@ def clamp_ratio(ratio: float) -> float:
     return min(max(ratio, low), high)
 
 
+class _Prices(NamedTuple):
+    """Of what an instance holds, by the profile: computed once for all requests that may come."""
+
+    cost: PassCost
+    load: PassLoad  # mean_pass of all that stay
+    ms: float  # of a pass
+    alone_ms: float  # of a pass with one of them alone
+    one_more_ms: float  # with one more of them
+    slos_s: list[float]  # ascending
+
+
 class Instance:
     """One instance. It exists from the first sign of it; it can be given work once its status is known (`heard`)."""
 
@@ -47,11 +61,12 @@ class Instance:
         self.max_requests = 0
         self.kv_tokens = 0
         self.residents: dict[str, Resident] = {}  # by request id: the scheduler's own view
+        self._slos_s: dict[str, float] = {}  # of those residents that have one
         self.leaving: set[str] = set()  # of the residents: asked to be released at their block's end
         self.coming: set[str] = set()  # of the residents: another instance still holds them
         self.foreign: list[Resident] = []  # listed by the last status, but not ours
         self.tokens = 0  # canvas tokens of both
-        self._load: PassLoad | None = None  # mean_pass of all; None: to be computed anew
+        self._prices: _Prices | None = None  # None: to be computed anew
 
     def note_status(self, status: InstanceStatus) -> None:
         self.heard = True
@@ -59,43 +74,47 @@ class Instance:
         self.closed_until = 0.0
         self.latency_ratio = clamp_ratio(status.latency_ratio)
         self.model = status.model
-        self.tp_degree = status.tp_degree
+        if status.tp_degree != self.tp_degree:
+            self.tp_degree, self._prices = status.tp_degree, None
         self.max_requests = status.max_requests
         self.kv_tokens = status.kv_tokens
 
-    def hold(self, request_id: str, resident: Resident) -> None:
-        """Adds the request, or notes how far it is."""
+    def hold(self, request_id: str, resident: Resident, slo_s: float = math.inf) -> None:
+        """Adds the request, or notes how far it is. `slo_s`: infinite where it has no SLO."""
         self.tokens += resident.canvas_tokens - self._tokens_of(request_id)
         self.residents[request_id] = resident
-        self._load = None
+        if slo_s < math.inf:
+            self._slos_s[request_id] = slo_s
+        self._prices = None
 
     def drop(self, request_id: str) -> None:
         self.tokens -= self._tokens_of(request_id)
         self.residents.pop(request_id, None)
+        self._slos_s.pop(request_id, None)
         self.leaving.discard(request_id)
         self.coming.discard(request_id)
-        self._load = None
+        self._prices = None
 
-    def expect(self, request_id: str, resident: Resident) -> None:
+    def expect(self, request_id: str, resident: Resident, slo_s: float = math.inf) -> None:
         """Keeps room for a request that another instance is to release."""
-        self.hold(request_id, resident)
+        self.hold(request_id, resident, slo_s)
         self.coming.add(request_id)
 
     def let_go(self, request_id: str) -> None:
         """It was asked to release the request."""
         self.leaving.add(request_id)
-        self._load = None
+        self._prices = None
 
     def keep(self, request_id: str) -> None:
         """It will not release the request after all, or was not asked."""
         self.leaving.discard(request_id)
-        self._load = None
+        self._prices = None
 
     def set_foreign(self, foreign: list[Resident]) -> None:
         if foreign != self.foreign:
             self.tokens += _canvas_tokens(foreign) - _canvas_tokens(self.foreign)
             self.foreign = foreign
-            self._load = None
+            self._prices = None
 
     def _tokens_of(self, request_id: str) -> int:
         resident = self.residents.get(request_id)
@@ -109,29 +128,51 @@ class Instance:
             return 0
         return max(0, self.kv_tokens - self.tokens)
 
+    def step_ms(self, latency: LatencyProfile, steps_per_block: float) -> float:
+        """Mean step latency, in milliseconds (rule 3)."""
+        return self.latency_ratio * self._priced(latency, steps_per_block).ms
+
     def step_ms_with(self, load: PassLoad, latency: LatencyProfile, steps_per_block: float) -> float:
-        """Mean step latency, in milliseconds, with a request of that `mean_pass` added (rule 3)."""
-        return self.pass_ms(self._load_of_all(steps_per_block).plus(load), latency)
+        """The same with a request of that `mean_pass` added."""
+        prices = self._priced(latency, steps_per_block)
+        return self.latency_ratio * prices.cost.ms(prices.load.plus(load))
 
-    def pass_ms(self, load: PassLoad, latency: LatencyProfile) -> float:
-        """Milliseconds of a pass here (rule 3)."""
-        return self.latency_ratio * latency.step_ms(latency.nearest_degree(self.tp_degree), load)
+    def step_ms_with_one_more(self, latency: LatencyProfile, steps_per_block: float) -> float:
+        """The same with one more like those that it holds."""
+        return self.latency_ratio * self._priced(latency, steps_per_block).one_more_ms
 
-    def mean_load(self, steps_per_block: float) -> PassLoad:
-        """`mean_pass` of one of those that stay."""
-        count = len(self.residents) - len(self.leaving) + len(self.foreign)
-        return PassLoad(*[part / max(count, 1) for part in self._load_of_all(steps_per_block)])
+    def alone_ms(self, latency: LatencyProfile, steps_per_block: float) -> float:
+        """Milliseconds of a step of one of those that it holds, alone."""
+        return self.latency_ratio * self._priced(latency, steps_per_block).alone_ms
 
-    def _load_of_all(self, steps_per_block: float) -> PassLoad:
-        if self._load is None:
+    def shortest_slo_s(self, least_s: float, latency: LatencyProfile, steps_per_block: float) -> float:
+        """The shortest SLO there that is not below `least_s`, in seconds; infinite: none."""
+        slos_s = self._priced(latency, steps_per_block).slos_s
+        index = bisect_left(slos_s, least_s)
+        return slos_s[index] if index < len(slos_s) else math.inf
+
+    def _priced(self, latency: LatencyProfile, steps_per_block: float) -> _Prices:
+        if self._prices is None:
             staying = [resident for id_, resident in self.residents.items() if id_ not in self.leaving]
-            self._load = mean_pass([*staying, *self.foreign], steps_per_block)
-        return self._load
+            load = mean_pass([*staying, *self.foreign], steps_per_block)
+            count = max(1, len(staying) + len(self.foreign))
+            one = PassLoad(*[part / count for part in load])
+            cost = latency.cost(latency.nearest_degree(self.tp_degree))
+            self._prices = _Prices(
+                cost=cost,
+                load=load,
+                ms=cost.ms(load),
+                alone_ms=cost.ms(one),
+                one_more_ms=cost.ms(load.plus(one)),
+                slos_s=sorted(self._slos_s.values()),
+            )
+        return self._prices
 
     def check_invariants(self) -> None:
         assert self.tokens == _canvas_tokens(self.residents.values()) + _canvas_tokens(self.foreign)
         assert self.leaving | self.coming <= self.residents.keys()
         assert not self.leaving & self.coming
+        assert self._slos_s.keys() <= self.residents.keys()
 
 
 def _canvas_tokens(residents: Iterable[Resident]) -> int:

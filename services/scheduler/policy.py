@@ -100,7 +100,6 @@ from services.scheduler.waiting import Rank, WaitingQueue, rank_if_late, rank_of
 
 _MAX_PAST = 4096  # records of requests that are not open, kept for those whose request arrives after them
 _MAX_GONE = 4096  # ids of instances that exited, kept for statuses that arrive after the news
-_NOTHING = PassLoad()
 _MOST_STEPS = 256  # finished requests whose steps are remembered
 _FEWEST_STEPS = 8  # that say something
 _MAX_TARGETS = 4  # the fastest instances with room: where a request may move to without need
@@ -168,6 +167,7 @@ class Scheduler:
         self.epoch = epoch
         self._profile = profile
         self._latency = latency
+        self._of_profile = latency, profile.decoding.steps_per_block
         self._open: dict[str, _Open] = {}
         self._queue = WaitingQueue()
         self._instances: dict[str, Instance] = {}
@@ -517,7 +517,7 @@ class Scheduler:
         open_.pending = None
         open_.instance_id = instance_id
         open_.evidence_at = now
-        self._instance(instance_id, now).hold(open_.id, open_.resident)
+        self._instance(instance_id, now).hold(open_.id, open_.resident, open_.slo_s)
 
     def _detach(self, open_: _Open) -> None:
         """No instance holds it, nor keeps room for it."""
@@ -579,9 +579,12 @@ class Scheduler:
             return
         self._place_kept(now)
         first_blocked: _Open | None = None
-        room = self._largest_room(now)
         place = 0  # in the queue: who is assigned leaves it, so that the next one comes to the same place
-        while room > 0 and place < len(self._queue):
+        room: int | None = None  # the largest; None: to be looked for
+        while place < len(self._queue):
+            room = self._largest_room(now) if room is None else room
+            if not room:
+                break
             open_ = self._open[self._queue.at(place)]
             expired = now >= open_.expires_at
             instance = self._cheapest(open_, now) if open_.canvas_tokens <= room and not expired else None
@@ -592,7 +595,7 @@ class Scheduler:
             self._assign(open_, instance, now)
             if first_blocked is not None:
                 self._count_overtaking(first_blocked)
-            room = self._largest_room(now)
+            room = None
         self._make_way(now)
 
     def _place_handed_over(self, now: float) -> None:
@@ -642,31 +645,36 @@ class Scheduler:
 
     def _largest_room(self, now: float) -> int:
         """The largest canvas, in tokens, that fits somewhere now."""
-        return max((i.room(now) for i in self._open_to("") if self._has_time(i)), default=0)
+        able = [i for i in self._open_to("") if self._has_time(i, i.step_ms_with_one_more(*self._of_profile))]
+        return max((i.room(now) for i in able), default=0)
 
     def _cheapest(self, open_: _Open, now: float) -> Instance | None:
         """Where its steps would be shortest (rules 7 and 8)."""
-        return self._fastest(open_, [i for i in self._fitting(open_, now) if self._has_time(i, open_)])
+        priced = self._by_price(open_, self._fitting(open_, now))
+        return next((i for step_ms, _, _, i in priced if self._has_time(i, step_ms, open_.slo_s)), None)
 
     def _fastest(self, open_: _Open, among: Iterable[Instance]) -> Instance | None:
         """Rule 7."""
-        return min(among, key=lambda i: (self._step_ms(i, open_.load), i.tokens, i.id), default=None)
+        priced = self._by_price(open_, among)
+        return priced[0][-1] if priced else None
 
-    def _has_time(self, instance: Instance, open_: _Open | None = None) -> bool:
-        """Rule 8: whether it may take this one, or else one more like those that it holds."""
-        if not self.config.fill_share or not instance.residents:
+    def _by_price(self, open_: _Open, among: Iterable[Instance]) -> list[tuple[float, int, str, Instance]]:
+        """The best first, with the milliseconds of a step there."""
+        return sorted((self._step_ms(i, open_.load), i.tokens, i.id, i) for i in among)
+
+    def _has_time(self, instance: Instance, step_ms: float, slo_s: float = math.inf) -> bool:
+        """Rule 8: whether steps may be that long there, with one more that has this SLO."""
+        fill_share = self.config.fill_share
+        if not fill_share or not instance.residents:
             return True
-        steps_per_block = self._profile.decoding.steps_per_block
-        one = instance.mean_load(steps_per_block)
         mean_run_s = self._mean_steps / 1000  # times milliseconds a step
-        alone_s = mean_run_s * instance.pass_ms(one, self._latency)
-        slos_s = [self._open[id_].slo_s for id_ in instance.residents]
-        limits_s = [limit_s for slo_s in slos_s if alone_s <= (limit_s := self.config.fill_share * slo_s) < math.inf]
-        if not limits_s:
+        least_slo_s = mean_run_s * instance.alone_ms(*self._of_profile) / fill_share
+        shortest_s = instance.shortest_slo_s(least_slo_s, *self._of_profile)
+        if shortest_s == math.inf:
             return True
-        if open_ is not None and alone_s <= (limit_s := self.config.fill_share * open_.slo_s):
-            limits_s.append(limit_s)
-        return mean_run_s * self._step_ms(instance, one if open_ is None else open_.load) <= min(limits_s)
+        if slo_s >= least_slo_s:
+            shortest_s = min(shortest_s, slo_s)
+        return mean_run_s * step_ms <= fill_share * shortest_s
 
     def _fitting(self, open_: _Open, now: float, among: Iterable[Instance] | None = None) -> list[Instance]:
         """Other instances than its own that can take it now."""
@@ -679,8 +687,10 @@ class Scheduler:
             and instance.seen_at > open_.lost_at
         ]
 
-    def _step_ms(self, instance: Instance, added: PassLoad = _NOTHING) -> float:
-        return instance.step_ms_with(added, self._latency, self._profile.decoding.steps_per_block)
+    def _step_ms(self, instance: Instance, added: PassLoad | None = None) -> float:
+        if added is None:
+            return instance.step_ms(*self._of_profile)
+        return instance.step_ms_with(added, *self._of_profile)
 
     def _assign(self, open_: _Open, instance: Instance, now: float, *, moved: bool = False) -> None:
         self._leave_queue(open_)
@@ -689,7 +699,7 @@ class Scheduler:
         open_.assigned_at = now
         open_.maybe_held = False
         open_.overtaken = 0
-        instance.hold(open_.id, open_.resident)
+        instance.hold(open_.id, open_.resident, open_.slo_s)
         if open_.record is None:
             self._send_assign(open_, "new", now)
         elif moved:
@@ -840,8 +850,8 @@ class Scheduler:
     def _even_out(self, now: float) -> None:
         """Rule 14."""
         slowest_first = sorted(self._serving(), key=lambda i: (-self._step_ms(i), i.id))
+        targets = self._targets(now)
         for instance in slowest_first:
-            targets = self._targets(now)
             if not targets or self._too_slow(self._step_ms(targets[0]), instance):
                 return  # nobody gains by moving, here or on the faster ones
             for open_ in self._movable(instance, now) if not instance.draining else ():
@@ -859,14 +869,16 @@ class Scheduler:
         if not wanted:
             return
         serving = self._serving()
+        wanted -= sum(len(instance.leaving) for instance in serving)
+        if wanted <= 0:
+            return
         late = [
             open_
             for instance in serving
             for open_ in self._movable(instance, now)
             if open_.deadline is None and open_.slo_s < math.inf and open_.id not in instance.leaving
         ]
-        wanted -= sum(len(instance.leaving) for instance in serving)
-        for open_ in sorted(late, key=lambda o: o.rank, reverse=True)[: max(0, wanted)]:
+        for open_ in sorted(late, key=lambda o: o.rank, reverse=True)[:wanted]:
             self._release(open_, self._instances[open_.instance_id], "late")
 
     def _too_slow(self, step_ms: float, instance: Instance) -> bool:
@@ -890,7 +902,7 @@ class Scheduler:
     def _move(self, open_: _Open, source: Instance, target: Instance, reason: ReleaseReason) -> None:
         """Rule 12."""
         open_.moving_to = target.id
-        target.expect(open_.id, open_.resident)
+        target.expect(open_.id, open_.resident, open_.slo_s)
         self._release(open_, source, reason)
 
     def _release(self, open_: _Open, source: Instance, reason: ReleaseReason) -> None:
