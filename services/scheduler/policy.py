@@ -49,9 +49,10 @@ Moves, whenever something changed and `move_every_s` has passed, of requests tha
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
@@ -645,22 +646,33 @@ class Scheduler:
 
     def _largest_room(self, now: float) -> int:
         """The largest canvas, in tokens, that fits somewhere now."""
-        able = [i for i in self._open_to("") if self._has_time(i, i.step_ms_with_one_more(*self._of_profile))]
-        return max((i.room(now) for i in able), default=0)
+        largest = 0
+        for instance in self._open_to(""):
+            room = instance.room(now)
+            if room > largest and self._has_time(instance, instance.step_ms_with_one_more(*self._of_profile)):
+                largest = room
+        return largest
 
     def _cheapest(self, open_: _Open, now: float) -> Instance | None:
         """Where its steps would be shortest (rules 7 and 8)."""
-        priced = self._by_price(open_, self._fitting(open_, now))
-        return next((i for step_ms, _, _, i in priced if self._has_time(i, step_ms, open_.slo_s)), None)
+        return self._fastest(open_, self._fitting(open_, now), lambda i, ms: self._has_time(i, ms, open_.slo_s))
 
-    def _fastest(self, open_: _Open, among: Iterable[Instance]) -> Instance | None:
-        """Rule 7."""
-        priced = self._by_price(open_, among)
-        return priced[0][-1] if priced else None
-
-    def _by_price(self, open_: _Open, among: Iterable[Instance]) -> list[tuple[float, int, str, Instance]]:
-        """The best first, with the milliseconds of a step there."""
-        return sorted((self._step_ms(i, open_.load), i.tokens, i.id, i) for i in among)
+    def _fastest(
+        self,
+        open_: _Open,
+        among: Iterable[Instance],
+        is_good: Callable[[Instance, float], bool] = lambda instance, step_ms: True,
+    ) -> Instance | None:
+        """Rule 7. `is_good`: whether an instance will do with steps of so many milliseconds."""
+        best, best_rank = None, (math.inf, 0, "")
+        # No request makes steps shorter: from where they are longer without it than elsewhere with it, none is better.
+        for step_ms, instance in sorted(((self._step_ms(i), i) for i in among), key=itemgetter(0)):
+            if step_ms > best_rank[0]:
+                break
+            rank = (self._step_ms(instance, open_.load), instance.tokens, instance.id)
+            if rank < best_rank and is_good(instance, rank[0]):
+                best, best_rank = instance, rank
+        return best
 
     def _has_time(self, instance: Instance, step_ms: float, slo_s: float = math.inf) -> bool:
         """Rule 8: whether steps may be that long there, with one more that has this SLO."""
