@@ -46,8 +46,8 @@ def collector(take: Take) -> ThreadingHTTPServer:
 
 
 @contextlib.contextmanager
-def running_collector() -> Iterator[str]:
-    """Yields its URL. Raises RuntimeError if it does not start."""
+def running_collector() -> Iterator[tuple[str, int]]:
+    """Yields its URL and the id of its process. Raises RuntimeError if it does not start."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), name="collector", daemon=True)
@@ -55,7 +55,8 @@ def running_collector() -> Iterator[str]:
     try:
         if not ours.poll(_START_LIMIT_S):
             raise RuntimeError(f"the collector has not started within {_START_LIMIT_S:g} s")
-        yield f"http://127.0.0.1:{ours.recv()}"
+        assert process.pid is not None
+        yield f"http://127.0.0.1:{ours.recv()}", process.pid
     finally:
         process.terminate()
         process.join(_STOP_LIMIT_S)

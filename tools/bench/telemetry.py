@@ -1,13 +1,17 @@
 """python -m tools.bench.telemetry: what traces cost, on a live stack and alone. Prints Markdown for BENCHMARKS.md.
 
-1. Two stacks, one whose services send every trace to a collector and one with traces off, stand side by side. They are
-   given the same requests in turn, `PAIRS` times a round, the first of a pair being the one and the other by turns.
-2. Each round starts both anew, in changing order: none is the slower one for ever by the luck of its start.
-3. Work is equal: the same prompts, greedily, at a pinned threshold. What counts is the time that it takes.
-4. The loss of a pair is 1 - (time off / time on). Its upper bound is Student's, over all pairs, of the logarithms.
-5. Of a step of the worker is compared what goes by outside forward pass and commit: spans are made by another thread of
+1. A pair is two stacks that stand side by side for as long as it lasts: one sends every trace to a collector, the other
+   has traces off. They are given the same requests by turns: off, on, on, off, on, off, off, on, ..., so that a machine
+   which gets faster or slower does so for both.
+2. Each pair starts its stacks anew, the one or the other first. So pairs are independent: the luck that a start brings
+   is in their scatter, and not taken for an effect.
+3. Work is equal: the same prompts, greedily, at a pinned threshold. What counts is the time that it takes, and beside
+   it the processor time of all processes of the stack, the collector's included: other tenants matter less.
+4. Spans are sent ten times as often as by default, so that nearly all are sent in their own side's turn.
+5. The loss of a pair is 1 - (time off / time on). Its upper bound is Student's, over all pairs, of the logarithms.
+6. Of a step of the worker is compared what goes by outside forward pass and commit: spans are made by another thread of
    the worker's process, which holds up the hot loop's where they meet.
-6. Alone: the processor time of making and sending the span of a block, of all threads, times the spans that the worker
+7. Alone: the processor time of making and sending the span of a block, of all threads, times the spans that the worker
    made a step of a request.
 Takes about six minutes on two quiet cores; no pair begins after seven (`--minutes`).
 """
@@ -17,10 +21,11 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from scipy import stats  # type: ignore[import-untyped]
 
@@ -34,12 +39,14 @@ from tools.bench.machine import describe_machine
 from tools.bench.serving import measure_throughput
 from tools.bench.stack import free_ports, running_stack
 
-ROUNDS = 3
-PAIRS = 8
+PAIRS = 14
+TURNS = 8  # of each side in a pair
+REQUESTS = 16  # a turn
 LOSS_BUDGET = 0.03
 STEP_BUDGET_US = 50.0
 
 _THRESHOLD = 0.9
+_SEND_EVERY_S = 0.5
 _IN_FLIGHT = 4
 _BATCH = 1_000  # spans made before it is waited until they are sent: fewer than may wait
 _BATCHES = 10
@@ -47,14 +54,24 @@ _SEND_LIMIT_S = 30.0
 
 
 class Part(NamedTuple):
-    """The same work once."""
+    """What some work took. Such are added up field by field."""
 
     seconds: float
-    tokens: int
-    steps: int  # of the engine
-    request_steps: int  # of all requests: those that share a step of the engine count each
-    overhead_us: float  # a step, outside forward pass and commit
-    spans: int  # that the worker made
+    cpu_s: float  # processor time of all processes
+    tokens: float
+    steps: float  # of the engine
+    request_steps: float  # of all requests: those that share a step of the engine count each
+    overhead_s: float  # of the steps, outside forward pass and commit
+    spans: float  # that the worker made
+
+    @property
+    def overhead_us(self) -> float:
+        """A step."""
+        return 1e6 * self.overhead_s / self.steps
+
+
+def total(parts: Iterable[Part]) -> Part:
+    return Part(*map(sum, zip(*parts, strict=True)))
 
 
 class Pair(NamedTuple):
@@ -79,7 +96,16 @@ def upper_bound(values: Sequence[float]) -> Bound:
 
 def loss(pairs: Sequence[Pair]) -> Bound:
     """Of throughput, as a share of that with traces off."""
-    slower = upper_bound([math.log(pair.on.seconds / pair.off.seconds) for pair in pairs])
+    return _loss([(pair.off.seconds, pair.on.seconds) for pair in pairs])
+
+
+def loss_per_cpu(pairs: Sequence[Pair]) -> Bound:
+    """Of the work done in a second of processor time, as a share of that with traces off."""
+    return _loss([(pair.off.cpu_s, pair.on.cpu_s) for pair in pairs])
+
+
+def _loss(took: Sequence[tuple[float, float]]) -> Bound:
+    slower = upper_bound([math.log(on / off) for off, on in took])
     return Bound(*(1 - math.exp(-value) for value in slower))
 
 
@@ -92,27 +118,30 @@ def overhead_us(pairs: Sequence[Pair]) -> Bound:
 
 
 class _Side:
-    """One of the two stacks."""
+    """One of the two stacks, and what else works for it."""
 
-    def __init__(self, url: str, metrics_url: str, requests: int) -> None:
+    def __init__(self, url: str, metrics_url: str, requests: int, processes: Sequence[psutil.Process]) -> None:
         self._url, self._metrics_url, self._requests = url, metrics_url, requests
+        self._processes = processes
 
     def run(self) -> Part:
-        before = self._counters()
+        before, cpu_before = self._counters(), self._cpu_s()
         done = measure_throughput(self._url, self._requests, _IN_FLIGHT, threshold=_THRESHOLD)
-        seconds = self._requests / done.requests_per_s
-        after = self._counters()
+        cpu_after, after = self._cpu_s(), self._counters()
         grown = {name: after[name] - before.get(name, 0.0) for name in after}
+        seconds = self._requests / done.requests_per_s
         return Part(
             seconds=seconds,
-            tokens=round(done.tokens_per_s * seconds),
-            steps=round(grown["tediserve_worker_step_seconds_count"]),
-            request_steps=round(grown["tediserve_worker_step_threshold_count"]),
-            overhead_us=1e6
-            * grown["tediserve_worker_step_overhead_seconds_sum"]
-            / grown["tediserve_worker_step_overhead_seconds_count"],
-            spans=round(grown.get("tediserve_telemetry_spans_total made", 0.0)),
+            cpu_s=cpu_after - cpu_before,
+            tokens=done.tokens_per_s * seconds,
+            steps=grown["tediserve_worker_step_overhead_seconds_count"],
+            request_steps=grown["tediserve_worker_step_threshold_count"],
+            overhead_s=grown["tediserve_worker_step_overhead_seconds_sum"],
+            spans=grown.get("tediserve_telemetry_spans_total made", 0.0),
         )
+
+    def _cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
     def _counters(self) -> dict[str, float]:
         """What the worker has counted so far; a counter's `outcome` stands behind its name."""
@@ -125,7 +154,9 @@ class _Side:
 
 
 @contextlib.contextmanager
-def _sides(profile: str, requests: int, collector_url: str, *, on_first: bool) -> Iterator[dict[bool, _Side]]:
+def _sides(
+    profile: str, requests: int, collector_url: str, collector_pid: int, *, on_first: bool
+) -> Iterator[dict[bool, _Side]]:
     """Both stacks, by whether traces are on, warm."""
     sides: dict[bool, _Side] = {}
     with contextlib.ExitStack() as stack:
@@ -134,27 +165,27 @@ def _sides(profile: str, requests: int, collector_url: str, *, on_first: bool) -
             settings = {"TEDISERVE_WORKER_METRICS_PORT": str(port)}
             if is_on:
                 settings["TEDISERVE_TELEMETRY_ENDPOINT"] = collector_url
+                settings["TEDISERVE_TELEMETRY_SEND_EVERY_S"] = str(_SEND_EVERY_S)
+            others = set(psutil.Process().children(recursive=True))
             url, _ = stack.enter_context(running_stack(profile, workers=1, environment=settings))
-            sides[is_on] = _Side(url, f"http://127.0.0.1:{port}/metrics", requests)
+            processes = set(psutil.Process().children(recursive=True)) - others
+            processes |= {psutil.Process(collector_pid)} if is_on else set()
+            sides[is_on] = _Side(url, f"http://127.0.0.1:{port}/metrics", requests, list(processes))
             sides[is_on].run()
         yield sides
 
 
-def measure_pairs(
-    profile: str, requests: int, rounds: int, pairs: int, collector_url: str, limit_s: float
-) -> Iterator[Pair]:
-    """One after the other. None begins after `limit_s` seconds."""
-    give_up_at = time.monotonic() + limit_s
-    for number in range(rounds):
-        if time.monotonic() > give_up_at:
-            return
-        with _sides(profile, requests, collector_url, on_first=number % 2 == 1) as sides:
-            for turn in range(pairs):
-                if time.monotonic() > give_up_at:
-                    return
-                first = (number + turn) % 2 == 1
-                done = {is_on: sides[is_on].run() for is_on in (first, not first)}
-                yield Pair(off=done[False], on=done[True])
+def measure_pair(
+    profile: str, requests: int, turns: int, collector_url: str, collector_pid: int, *, on_first: bool
+) -> Pair:
+    """`turns` of each side, which follow each other so that both have the same share of any even trend."""
+    parts: dict[bool, list[Part]] = {False: [], True: []}
+    with _sides(profile, requests, collector_url, collector_pid, on_first=on_first) as sides:
+        for turn in range(turns):
+            first = on_first != bool(turn.bit_count() % 2)
+            for is_on in (first, not first):
+                parts[is_on].append(sides[is_on].run())
+    return Pair(off=total(parts[False]), on=total(parts[True]))
 
 
 # --- alone --------------------------------------------------------------------------------------------------------
@@ -215,37 +246,45 @@ def _a_write() -> Write:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.telemetry", description="Measures what traces cost.")
     parser.add_argument("--profile", default="profiles/tiny-cpu", help="folder of the profile")
-    parser.add_argument("--requests", type=int, default=64, help="requests of each half of a pair")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often both stacks are started")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs in each round")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="requests of a turn")
+    parser.add_argument("--turns", type=int, default=TURNS, help="turns of each side in a pair")
+    parser.add_argument(
+        "--pairs", type=int, default=PAIRS, help="pairs, for each of which both stacks are started anew"
+    )
     parser.add_argument("--minutes", type=float, default=7.0, help="no pair begins after so long")
     options = parser.parse_args()
-    limit_s = 60 * options.minutes
-    print(f"Hardware: {describe_machine()}. Profile: {options.profile}. {_IN_FLIGHT} requests in flight, one worker.\n")
-    print("| pair | off s | on s | on / off | overhead a step off µs | on µs | steps off | on | tokens off | on |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    give_up_at = time.monotonic() + 60 * options.minutes
+    print(
+        f"Hardware: {describe_machine()}. Profile: {options.profile}. {_IN_FLIGHT} requests in flight, one worker;"
+        f" {options.turns} turns of {options.requests} requests for each side of a pair.\n"
+    )
+    print(
+        "| pair | off s | on s | on / off | off CPU s | on CPU s | on / off | overhead a step off µs | on µs |", end=""
+    )
+    print(" steps off | on | tokens off | on |\n" + "|---" * 13 + "|")
     done: list[Pair] = []
-    with running_collector() as collector_url:
-        for pair in measure_pairs(
-            options.profile, options.requests, options.rounds, options.pairs, collector_url, limit_s
-        ):
-            done.append(pair)
-            _print_pair(len(done), pair)
-        per_span_us = span_us(collector_url)
+    with running_collector() as (url, pid):
+        while len(done) < options.pairs and time.monotonic() < give_up_at:
+            on_first = len(done) % 2 == 1
+            done.append(measure_pair(options.profile, options.requests, options.turns, url, pid, on_first=on_first))
+            _print_pair(len(done), done[-1])
+        per_span_us = span_us(url)
     _print_result(done, per_span_us)
 
 
 def _print_pair(number: int, pair: Pair) -> None:
     off, on = pair
     print(
-        f"| {number} | {off.seconds:.2f} | {on.seconds:.2f} | {on.seconds / off.seconds:.3f} | {off.overhead_us:.0f} |"
-        f" {on.overhead_us:.0f} | {off.steps} | {on.steps} | {off.tokens} | {on.tokens} |",
+        f"| {number} | {off.seconds:.2f} | {on.seconds:.2f} | {on.seconds / off.seconds:.3f} |"
+        f" {off.cpu_s:.2f} | {on.cpu_s:.2f} | {on.cpu_s / off.cpu_s:.3f} |"
+        f" {off.overhead_us:.0f} | {on.overhead_us:.0f} | {off.steps:.0f} | {on.steps:.0f} |"
+        f" {off.tokens:.0f} | {on.tokens:.0f} |",
         flush=True,
     )
 
 
 def _print_result(pairs: Sequence[Pair], per_span_us: float) -> None:
-    lost, held_up = loss(pairs), overhead_us(pairs)
+    lost, lost_per_cpu, held_up = loss(pairs), loss_per_cpu(pairs), overhead_us(pairs)
     spans = sum(pair.on.spans for pair in pairs)
     alone_us = per_span_us * spans / sum(pair.on.request_steps for pair in pairs)
     in_all_us = per_span_us * spans / sum(pair.on.steps for pair in pairs)
@@ -254,13 +293,14 @@ def _print_result(pairs: Sequence[Pair], per_span_us: float) -> None:
     print("|---|---|---|---|---|")
     kept = _yes(lost.upper < LOSS_BUDGET)
     print(f"| loss of throughput | {lost.mean:.2%} | {lost.upper:.2%} | {LOSS_BUDGET:.0%} | {kept} |")
+    print(f"| loss of work a second of processor time | {lost_per_cpu.mean:.2%} | {lost_per_cpu.upper:.2%} | | |")
     kept = _yes(held_up.upper < STEP_BUDGET_US)
     print(f"| more overhead a step, µs | {held_up.mean:.1f} | {held_up.upper:.1f} | {STEP_BUDGET_US:.0f} | {kept} |")
     kept = _yes(alone_us < STEP_BUDGET_US)
     print(f"| processor time of spans a step of a request, µs | {alone_us:.1f} | | {STEP_BUDGET_US:.0f} | {kept} |")
     print(
         f"\n{per_span_us:.0f} µs of processor time a span, made and sent, outside the hot loop's thread;"
-        f" with {spans} spans of the worker that is {in_all_us:.0f} µs a step of the engine."
+        f" with {spans:.0f} spans of the worker that is {in_all_us:.0f} µs a step of the engine."
     )
 
 
