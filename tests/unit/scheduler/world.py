@@ -2,8 +2,8 @@
 
 It does nothing by itself: a test chooses what happens next, in any order that the real parts could show. What it
 asserts at once: no final record is followed by another one, no attempt is above the limit, no instance is assigned or
-promised more than it can hold (repeats aside), no more moves are under way than may be, and the same events give the same
-commands again.
+promised more than it can hold (repeats aside), no more moves are under way than may be, and the same events give the
+same commands again.
 """
 
 from collections import deque
