@@ -418,8 +418,10 @@ async def test_servers_of_a_cluster_join_whom_their_authority_has_signed_and_nob
 
 def test_secret_files_are_their_owners_alone_and_stay_as_they_are(tmp_path: Path) -> None:
     made = make_secrets(tmp_path / "made", ["localhost"])
-    private = [made.private_key("nats"), made.private_key("gateway"), made.api_key, *map(made.nkey, SERVICES)]
+    private = [made.private_key("gateway"), made.api_key, made.key_file, *map(made.nkey, SERVICES)]
     assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
+    groups = made.private_key("nats")
+    assert (groups.stat().st_mode & 0o777, groups.parent.stat().st_mode & 0o777) == (0o640, 0o700), "and no way to it"
     before = {path: path.read_bytes() for path in made.folder.rglob("*") if path.is_file()}
     made.nkey("worker").unlink()
     again = make_secrets(tmp_path / "made", ["localhost"])

@@ -104,11 +104,12 @@ def make_secrets(folder: Path, hosts: Sequence[str]) -> Secrets:
     return made
 
 
-def write_secret(path: Path, text: str) -> None:
-    """A file that only its owner may read, whole or not at all. Raises OSError."""
+def write_secret(path: Path, text: str, mode: int = 0o600) -> None:
+    """A file that only its owner may read, unless `mode` says otherwise, whole or not at all. Raises OSError."""
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), mode)
         file.write(text)
     draft.replace(path)
 
@@ -118,11 +119,11 @@ def _make_certificates(made: Secrets, hosts: Sequence[str]) -> None:
     shutil.rmtree(made.ca.parent, ignore_errors=True)
     made.ca.parent.mkdir(mode=0o700)
     authority = trustme.CA(organization_name="TediServe")
-    for server in ("nats", "gateway"):
+    for server, mode in (("nats", 0o640), ("gateway", 0o600)):  # nats-server may be of the group (compose/secure.yml)
         issued = authority.issue_cert(*hosts, common_name=server, organization_name="TediServe")
         chain = "".join(blob.bytes().decode() for blob in issued.cert_chain_pems)
-        write_secret(made.certificate(server), chain)
-        write_secret(made.private_key(server), issued.private_key_pem.bytes().decode())
+        write_secret(made.certificate(server), chain, mode)
+        write_secret(made.private_key(server), issued.private_key_pem.bytes().decode(), mode)
     write_secret(made.ca, authority.cert_pem.bytes().decode())  # last: all the others are there
 
 

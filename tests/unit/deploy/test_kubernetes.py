@@ -1,6 +1,7 @@
 """deploy/k8s: what kustomize makes of it is valid, hangs together, and says what the services accept."""
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,16 @@ CUSTOM = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}  # of the operator: 
 
 EVERY = pytest.mark.parametrize("overlay", [f"overlays/{name}" for name in OVERLAYS])
 EACH = pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.name)
+
+
+@pytest.fixture(scope="module")
+def https(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An overlay with HTTPS at the gateway."""
+    folder = tmp_path_factory.mktemp("https")
+    there = {name: os.path.relpath(K8S / name, folder) for name in ("overlays/cpu", "https")}
+    kustomization = {"resources": [there["overlays/cpu"]], "components": [there["https"]]}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return str(folder)
 
 
 def find(overlay: str, kind: str, name: str | None = None) -> list[dict[str, Any]]:
@@ -219,6 +230,39 @@ def test_probes_ask_ports_that_exist(overlay: str) -> None:
         assert {"startupProbe", "livenessProbe"} <= container.keys()
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert probe not in container or container[probe]["httpGet"]["port"] in ports
+
+
+@EVERY
+def test_without_a_certificate_the_gateway_speaks_http_and_is_asked_so(overlay: str, tmp_path: Path) -> None:
+    assert settings_of(SERVICES[0], overlay, tmp_path)["gateway"].tls_certificate == ""
+    assert schemes_of(workload_of(SERVICES[0], overlay)) == {"HTTP"}
+
+
+def schemes_of(workload: dict[str, Any]) -> set[str]:
+    probes = [container_of(workload)[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    return {probe["httpGet"].get("scheme", "HTTP") for probe in probes}
+
+
+def test_with_a_certificate_the_gateway_speaks_https_and_is_asked_so(https: str, tmp_path: Path) -> None:
+    for found in kustomized(https):
+        kubernetes_validate.validate(found, API_VERSION, strict=True)
+    gateway = workload_of(SERVICES[0], https)
+    settings = settings_of(SERVICES[0], https, tmp_path)["gateway"]
+    assert schemes_of(gateway) == {"HTTPS"}
+    pod = gateway["spec"]["template"]["spec"]
+    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "certificate"]
+    assert volume["secret"] == {"secretName": "gateway-tls", "defaultMode": 0o440}
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
+    [mount] = [mount for mount in container_of(gateway)["volumeMounts"] if mount["name"] == "certificate"]
+    files = [f"{mount['mountPath']}/{name}" for name in ("tls.crt", "tls.key")]  # of a Secret of the type tls
+    assert [settings.tls_certificate, settings.tls_key] == files
+    [service] = find(https, "Service", "gateway")
+    assert service["spec"]["ports"] == [{"name": "https", "port": 443, "targetPort": "http"}]
+    [monitor] = find("monitoring", "ServiceMonitor")
+    schemes = {endpoint["port"]: endpoint.get("scheme", "http") for endpoint in monitor["spec"]["endpoints"]}
+    assert schemes == {"metrics": "http", "http": "http", "https": "https"}
+    others = [found for found in kustomized(https) if found["metadata"]["name"] != "gateway"]
+    assert others == [found for found in kustomized("overlays/cpu") if found["metadata"]["name"] != "gateway"]
 
 
 def _allowed(overlay: str, workload: str, direction: str) -> Iterator[tuple[Any, int, int]]:

@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
 
 @pytest.fixture(scope="module")
 def stack(made: Secrets) -> dict[str, Any]:
-    return compose("secure.yml", SECRETS=str(made.folder), OWNER="1234")
+    return compose("secure.yml", SECRETS=str(made.folder), OWNER="1234", GROUP="5678")
 
 
 def keys_of(service: Service) -> set[str]:
@@ -72,31 +72,55 @@ def test_what_is_printed_for_kubernetes_says_what_lies_in_the_folder(
 # --- compose --------------------------------------------------------------------------------------------------------
 
 
+def mounted_secrets(container: dict[str, Any], stack: dict[str, Any]) -> dict[str, Path]:
+    """The files here that a container sees in /run/secrets, by name."""
+    return {secret["source"]: Path(stack["secrets"][secret["source"]]["file"]) for secret in container["secrets"]}
+
+
 @EACH
 def test_a_container_gets_its_own_keys_as_the_user_who_may_read_them(
     service: Service, stack: dict[str, Any], made: Secrets
 ) -> None:
     container = stack["services"][service.name]
     assert container["user"] == "1234"
-    mounted = {secret["source"]: Path(stack["secrets"][secret["source"]]["file"]) for secret in container["secrets"]}
+    mounted = mounted_secrets(container, stack)
     settings = settings_of(service, stack)
     assert settings["nats"].nkeys == "/run/secrets"
+    assert settings["nats"].tls_ca == "/run/secrets/ca.pem"
+    assert mounted["ca.pem"] == made.ca
     assert {name for name in mounted if name.endswith(".nk")} == keys_of(service)
     assert all(path == made.nkey(name.removesuffix(".nk")) for name, path in mounted.items() if name.endswith(".nk"))
     if service.name == "gateway":
         assert mounted[Path(settings["gateway"].key_file).name] == made.key_file
 
 
-def test_the_composed_nats_server_asks_for_keys_and_knows_them(stack: dict[str, Any]) -> None:
+def test_the_composed_nats_server_asks_for_keys_and_knows_them_and_speaks_tls(
+    stack: dict[str, Any], made: Secrets
+) -> None:
     container = stack["services"]["nats"]
     config = source_of(container["command"][2], container, stack)
-    assert config.name == "single-users.conf"
-    assert checked(config, container["environment"]).returncode == 0
+    assert config.name == "single-secure.conf"
+    mounted = mounted_secrets(container, stack)
+    assert mounted == {"nats.pem": made.certificate("nats"), "nats.key": made.private_key("nats")}
+    here = {f"/run/secrets/{name}": str(path) for name, path in mounted.items()}
+    variables = {name: here.get(value, value) for name, value in container["environment"].items()}
+    assert variables.items() >= {"NATS_TLS_CERTIFICATE": str(made.certificate("nats"))}.items()
+    assert checked(config, variables).returncode == 0
+
+
+def test_the_composed_nats_server_may_read_its_certificate_without_capabilities(
+    stack: dict[str, Any], made: Secrets
+) -> None:
+    container = stack["services"]["nats"]
+    assert "user" not in container, "root, to whom the fresh volume belongs"
+    assert container["group_add"] == ["5678"]
+    for path in mounted_secrets(container, stack).values():
+        assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_without_the_secrets_the_composed_nats_server_does_not_start() -> None:
     container = compose("secure.yml", SECRETS="./nowhere")["services"]["nats"]
-    assert checked(ROOT / "deploy" / "nats" / "single-users.conf", container.get("environment") or {}).returncode != 0
+    assert checked(ROOT / "deploy" / "nats" / "single-secure.conf", container.get("environment") or {}).returncode != 0
 
 
 # --- Kubernetes -----------------------------------------------------------------------------------------------------
