@@ -159,7 +159,7 @@ class RequestStep(msgspec.Struct, frozen=True, kw_only=True):
     step_in_block: int  # from 0
     num_rows: int  # that it had in the pass
     num_keys: int  # that each row attended to: the length of its canvas
-    threshold: float | None  # that was applied; None for other rules
+    threshold: float | None  # that was applied: in a block's opening perhaps more than was set; None for other rules
     commits: Commits
     block_done: bool
     finished: Finish | None
@@ -272,7 +272,7 @@ class Engine:
             raise ValueError(f"threshold = {value} is not between 0 and 1")
         request = self._running[request_id]
         if isinstance(request.rule, Threshold):
-            request.rule = Threshold(value)
+            request.rule = msgspec.structs.replace(request.rule, value=value)
 
     def remove(self, request_id: str) -> None:
         """Forget a request, done or not, and free its slots. Raises KeyError if it is not held."""
@@ -447,6 +447,7 @@ class _Running:
         end = min(self.block_start + job.block_size, self.prompt_tokens + job.max_tokens)
         self.eligible: IntArray = np.arange(self.block_start, end)
         self.masks_at_start = len(self.eligible)
+        self.num_committed = 0  # in this block
         self.first_eos: int | None = None  # position of the first EOS in this block
         self.window = (0, job.canvas_tokens)
         self.kind: StepKind = "recompute"
@@ -477,7 +478,8 @@ class _Running:
 
     def commit(self, token_E: IntArray, confidence_E: FloatArray, *, keep_scores: bool) -> RequestStep:
         """Choose among the eligible positions, given their scores, and move on to the next step."""
-        chosen = self._choose(confidence_E)
+        threshold = self._applied_threshold
+        chosen = self._choose(confidence_E, threshold)
         scores = Scores(self.asked - self.prompt_tokens, token_E, confidence_E) if keep_scores else None
         positions = self.asked[chosen]
         self.ids[positions] = token_E[chosen]
@@ -487,6 +489,7 @@ class _Running:
         )
         block_index, step_in_block, kind, (start, end) = self.block_index, self.step_in_block, self.kind, self.window
         self.eligible = self.eligible[1:] if self.settles_first else self.eligible[~chosen]
+        self.num_committed += len(positions)
         self._look_for_eos(commits)
         block_done = len(self.eligible) == 0
         if block_done:
@@ -500,19 +503,20 @@ class _Running:
             step_in_block=step_in_block,
             num_rows=end - start,
             num_keys=self.job.canvas_tokens,
-            threshold=self._threshold,
+            threshold=threshold,
             commits=commits,
             block_done=block_done,
             finished=self.finished,
             scores=scores,
         )
 
-    def _choose(self, confidence_E: FloatArray) -> BoolArray:
+    def _choose(self, confidence_E: FloatArray, threshold: float | None) -> BoolArray:
         if self.settles_first:
             return np.ones(1, dtype=np.bool_)
         match self.rule:
-            case Threshold(value):
-                return choose_by_threshold(confidence_E, value)
+            case Threshold():
+                assert threshold is not None
+                return choose_by_threshold(confidence_E, threshold)
             case Factor(value):
                 return choose_by_factor(confidence_E, value)
             case FixedSchedule(steps):
@@ -556,8 +560,10 @@ class _Running:
             self._start_block(done)
 
     @property
-    def _threshold(self) -> float | None:
-        return self.rule.value if isinstance(self.rule, Threshold) else None
+    def _applied_threshold(self) -> float | None:
+        if not isinstance(self.rule, Threshold):
+            return None
+        return self.rule.opening.applied(self.rule.value, committed=self.num_committed, left=len(self.eligible))
 
     def progress(self) -> Progress:
         """How far it is."""
@@ -569,7 +575,7 @@ class _Running:
             tokens_committed=self.final_length + in_block,
             tokens_committed_in_block=in_block,
             next_kind=self.kind,
-            threshold=self._threshold,
+            threshold=self.rule.value if isinstance(self.rule, Threshold) else None,
             finished=self.finished,
         )
 

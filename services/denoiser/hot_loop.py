@@ -176,7 +176,7 @@ def _job(order: Admit) -> Job:
         max_tokens=request.max_tokens,
         block_size=request.block_size,
         cache=request.cache,
-        choice=Threshold(order.threshold),
+        choice=Threshold(order.threshold, order.opening),
         temperature=request.temperature,
         seed=request.seed,
         ignore_eos=request.ignore_eos,

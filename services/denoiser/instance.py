@@ -159,6 +159,7 @@ def describe(engine: Engine, profile: Profile, *, instance_id: str, node_id: str
         vocab_size=shape.vocab_size,
         mask_id=shape.mask_id,
         eos_ids=frozenset(shape.eos_ids),
+        opening=profile.decoding.opening,
         tp_degree=profile.engine.tp_degree,
         drain_limit_s=drain_limit_s,
     )

@@ -9,6 +9,7 @@ import msgspec
 
 from contracts import messages as m
 from services.denoiser.worker_events import Assigned, Stepped
+from services.opening import NO_OPENING, Opening
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +24,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     mask_id: int
     eos_ids: frozenset[int]
+    opening: Opening = NO_OPENING  # of the blocks of requests whose threshold is not the client's
     tp_degree: int = 1
     drain_limit_s: float = 30.0
 

@@ -7,7 +7,8 @@ Scores, on the device, for the rows alone that predict an eligible position:
 4. the confidence is the token's softmax probability under the logits without noise or temperature.
 Of several ranks each scores its own share of the vocabulary; then a few numbers a token are exchanged, never logits.
 Choice, on the host, for one request at a time, from confidences by ascending position:
-5. Threshold commits all that reach it, and always the most confident one;
+5. Threshold commits all that reach it, and always the most confident one; its opening may ask for more early in a
+   block (services/opening.py);
 6. Factor commits ranks 1 to k - 1, where k is the first rank whose confidence is below 1 - factor / (k + 1); the first
    rank always passes, and if only the last fails, it is committed too;
 7. FixedSchedule commits the step's quota, the most confident first.
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from services.denoiser.parallel import Alone, Ranks
+from services.opening import NO_OPENING, Opening
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -41,6 +43,7 @@ class Threshold(msgspec.Struct, frozen=True, tag=True):
     """Commit what is at least this confident (0 to 1). Can be turned while the request runs."""
 
     value: float
+    opening: Opening = NO_OPENING
 
 
 class Factor(msgspec.Struct, frozen=True, tag=True):

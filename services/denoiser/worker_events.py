@@ -6,6 +6,7 @@ import msgspec
 
 from contracts import messages as m
 from services.costs import PassLoad
+from services.opening import NO_OPENING, Opening
 
 StepKind: TypeAlias = Literal["recompute", "cache"]
 DropReason: TypeAlias = Literal["cancelled", "overtaken", "replaced", "expired"]
@@ -138,6 +139,7 @@ class Admit(Command, frozen=True, kw_only=True):
     threshold: float
     committed_ids: list[int]
     committed_confidences: list[float]
+    opening: Opening = NO_OPENING
 
 
 class Drop(Command, frozen=True, kw_only=True):

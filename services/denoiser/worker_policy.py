@@ -64,6 +64,7 @@ from services.denoiser.worker_events import (
     WriteOverdue,
     WriteRefused,
 )
+from services.opening import NO_OPENING
 
 EARLY_S = 1.0
 GRACE_S = 2.0
@@ -313,6 +314,7 @@ class WorkerPolicy:
                 threshold=threshold,
                 committed_ids=list(run.token_ids),
                 committed_confidences=list(run.confidences),
+                opening=self.instance.opening if request.threshold is None else NO_OPENING,  # a pin is what it says
             )
         ]
 

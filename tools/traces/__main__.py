@@ -57,6 +57,7 @@ def _add_record(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--ignore-eos", action="store_true", help="denoise all output tokens, past the end of the answer"
     )
+    parser.add_argument("--no-opening", action="store_true", help="each threshold throughout a block")
     parser.add_argument("--processes", type=int, default=1, help="each with a copy of the model (default: 1)")
     parser.set_defaults(run=_record)
 
@@ -79,6 +80,7 @@ def _record(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         ignore_eos=arguments.ignore_eos,
+        opening=not arguments.no_opening,
         num_processes=arguments.processes,
     )
     try:

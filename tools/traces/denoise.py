@@ -77,7 +77,7 @@ class Recorder:
         while waiting or tapes:
             self._admit(waiting, tapes)
             for request_id, tape in tapes.items():
-                engine.set_threshold(request_id, tape.next_threshold())
+                engine.set_threshold(request_id, tape.turn())
             for step in engine.step().requests:
                 tape = tapes[step.request_id]
                 tape.note(step)
@@ -106,7 +106,7 @@ class Recorder:
             max_tokens=recording.max_tokens,
             block_size=recording.block_size,
             cache=plan.cache,
-            choice=Threshold(recording.thresholds[-1]),  # until the schedule says
+            choice=Threshold(recording.thresholds[-1], recording.opening),  # until the schedule says
             temperature=recording.temperature,
             seed=recording.seed + number,
             ignore_eos=recording.ignore_eos,
@@ -121,16 +121,21 @@ class _Tape:
         self._schedule: Schedule = recording.schedule(plan.schedule, plan.asked.prompt.number, plan.planned_tokens)
         self._run = _bookkeeping(job, recording.model, frozenset(eos_ids))
         self._steps: list[RequestStep] = []
+        self._threshold = 0.0  # that the schedule asks for
+        self._thresholds: list[float] = []
         self._reports: list[m.RequestReport] = []
 
-    def next_threshold(self) -> float:
-        if not self._reports:
-            return self._schedule(Progress(0, 0, 0))
-        report = self._reports[-1]
-        return self._schedule(Progress(report.steps, report.block_index, report.tokens_committed))
+    def turn(self) -> float:
+        progress = Progress(0, 0, 0)
+        if self._reports:
+            report = self._reports[-1]
+            progress = Progress(report.steps, report.block_index, report.tokens_committed)
+        self._threshold = self._schedule(progress)
+        return self._threshold
 
     def note(self, step: RequestStep) -> None:
         self._steps.append(step)
+        self._thresholds.append(self._threshold)
         self._run.note(_stepped(step))
         self._reports.append(self._run.report())
 
@@ -155,7 +160,7 @@ class _Tape:
             block_S=np.array([step.block_index for step in steps]),
             in_block_S=np.array([step.step_in_block for step in steps]),
             recompute_S=np.array([step.kind == "recompute" for step in steps]),
-            threshold_S=np.array([step.threshold for step in steps], dtype=np.float64),
+            threshold_S=np.array(self._thresholds, dtype=np.float64),
             tokens_committed_S=np.array([report.tokens_committed for report in reports]),
             confidence_S5=np.array([report.confidence for report in reports], dtype=np.float32),
             first_entry_S=np.cumsum([0, *(len(s.positions) for s in scores)]),

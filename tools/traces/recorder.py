@@ -22,6 +22,7 @@ from services.denoiser.instance import model_source
 from services.denoiser.lifeline import tie_to_parent
 from services.digest import digest, weights_digest
 from services.gateway.text import TextCodec
+from services.opening import NO_OPENING
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
 from tools.tiny_model.tasks import Split
@@ -52,6 +53,7 @@ class RecordJob:
     max_tokens: int | None = None
     temperature: float | None = None
     ignore_eos: bool = False
+    opening: bool = True  # False: none, whatever the profile says
     num_processes: int = 1
     prompts_per_shard: int = 16
 
@@ -127,6 +129,7 @@ def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Reco
         caches=list(dict.fromkeys(job.caches or (decoding.cache,))),
         thresholds=thresholds,
         changing=list(dict.fromkeys(job.changing)),
+        opening=decoding.opening if job.opening else NO_OPENING,
     )
     if recording.max_tokens > profile.limits.max_output_tokens:
         raise ConfigError(f"max_tokens {recording.max_tokens} exceeds the profile's {profile.limits.max_output_tokens}")

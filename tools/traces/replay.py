@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from services.opening import Opening
 from tools.traces.reader import Recording
 from tools.traces.runs import SCALE, Bools, Finish, Floats, Ints, RecordedRun
 from tools.traces.schedules import Progress, Schedule
@@ -57,7 +58,7 @@ class Behaviour:
         self.outputs = [run.output_T for run in runs]
         states: dict[int, list[_State]] = {}
         for index, run in enumerate(runs):
-            for block_index, found_there in _states(run, index, recording.block_size).items():
+            for block_index, found_there in _states(run, index, recording).items():
                 states.setdefault(block_index, []).extend(found_there)
         self.blocks = {block_index: _Block(found_there) for block_index, found_there in states.items()}
 
@@ -71,7 +72,7 @@ class _State(NamedTuple):
 
     run: int
     is_first: bool  # of its block
-    threshold: float
+    threshold: float  # that was applied
     canvas_B: Ints
     eligible_B: Bools
     # Of each position when it was last eligible, or else when it will be:
@@ -82,12 +83,13 @@ class _State(NamedTuple):
     committed_B: Bools  # by this step
 
 
-def _states(run: RecordedRun, index: int, block_size: int) -> dict[int, list[_State]]:
+def _states(run: RecordedRun, index: int, recording: Recording) -> dict[int, list[_State]]:
     """The states of a run, by block."""
     blocks: dict[int, list[_State]] = {}
     for step in range(run.num_steps):
         states = blocks.setdefault(int(run.block_S[step]), [])
-        states.append(_state(run, index, step, states[-1] if states else _nothing(block_size)))
+        before = states[-1] if states else _nothing(recording.block_size)
+        states.append(_state(run, index, step, before, recording.opening))
     for states in blocks.values():
         for state, later in zip(states[-2::-1], states[:0:-1], strict=True):
             unknown_B = state.token_B == _MASKED
@@ -103,18 +105,21 @@ def _nothing(block_size: int) -> _State:
     return _State(0, False, 0.0, masked_B, no_B, masked_B, np.zeros(block_size), no_B, masked_B, no_B)
 
 
-def _state(run: RecordedRun, index: int, step: int, before: _State) -> _State:
+def _state(run: RecordedRun, index: int, step: int, before: _State, opening: Opening) -> _State:
     """The state before this step, given the one before the step before."""
     entries = run.entries(step)
     offset_E = run.offset_E[entries]
     eligible_B, committed_B = np.zeros((2, len(before.canvas_B)), dtype=np.bool_)
     eligible_B[offset_E] = True
     committed_B[offset_E] = run.committed_E[entries]
+    canvas_B = np.where(before.committed_B, before.token_B, before.canvas_B)
     state = _State(
         run=index,
         is_first=run.in_block_S[step] == 0,
-        threshold=float(run.threshold_S[step]),
-        canvas_B=np.where(before.committed_B, before.token_B, before.canvas_B),
+        threshold=opening.applied(
+            float(run.threshold_S[step]), committed=int((canvas_B != _MASKED).sum()), left=len(offset_E)
+        ),
+        canvas_B=canvas_B,
         eligible_B=eligible_B,
         token_B=before.token_B.copy(),
         confidence_B=before.confidence_B.copy(),
@@ -195,8 +200,11 @@ class Replay:
         return other
 
     def step(self, threshold: float) -> ReplayedStep:
-        """The next step with this threshold."""
+        """The next step of a request that runs at this threshold."""
         assert self.finished is None, "a finished request has no next step"
+        threshold = self._behaviour.recording.opening.applied(
+            threshold, committed=int((self._canvas_B != _MASKED).sum()), left=self.tokens_left_in_block
+        )
         block_index, step_in_block = self._block_index, self._step_in_block
         state = self._block.most_alike(self._canvas_B, threshold, self._before_R, is_first=step_in_block == 0)
         # Dream's first step of a block chooses from one position alone.

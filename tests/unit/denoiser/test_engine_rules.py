@@ -18,6 +18,7 @@ from services.denoiser.engine import (
     StepResult,
     Threshold,
 )
+from services.opening import Opening
 from tests.unit.denoiser.scripted_model import EOS_ID, MASK_ID, VOCAB, ScriptedModel
 
 SURE, UNSURE = 0.95, 0.6
@@ -63,6 +64,34 @@ def test_a_step_commits_all_that_reach_the_threshold_or_else_the_surest() -> Non
     assert steps[0].commits.confidences == pytest.approx([SURE, SURE])
     assert output == [4, 5, 6, 7]
     assert [step.finished for step in steps] == [None, None, "length"]
+
+
+def test_an_opening_asks_for_more_until_its_share_of_the_block_is_committed() -> None:
+    model = ScriptedModel(script((4, SURE), (5, UNSURE), (6, SURE), (7, 0.7)))
+    opening = Opening(share=0.5, threshold=0.9)
+    steps, _ = run_one(model, make_job(max_tokens=4, choice=Threshold(0.5, opening)))
+    assert positions(steps) == [[0, 2], [1, 3]]
+    assert [step.threshold for step in steps] == [0.9, 0.5]
+    more = msgspec.structs.replace(opening, share=0.75)
+    steps, _ = run_one(model, make_job(max_tokens=4, choice=Threshold(0.5, more)))
+    assert positions(steps) == [[0, 2], [3], [1]]
+    assert [step.threshold for step in steps] == [0.9, 0.9, 0.5]
+    steps, _ = run_one(model, make_job(max_tokens=4, choice=Threshold(0.97, opening)))
+    assert steps[0].threshold == 0.97, "an opening lowers nothing"
+
+
+def test_what_an_eos_cuts_off_is_not_waited_for_by_an_opening() -> None:
+    model = ScriptedModel(script((4, SURE), (5, UNSURE), (EOS_ID, SURE), (7, 0.7)))
+    steps, _ = run_one(model, make_job(max_tokens=4, choice=Threshold(0.5, Opening(share=0.6, threshold=0.9))))
+    assert [step.threshold for step in steps] == [0.9, 0.5], "2 of 3, where 2 of 4 would not do"
+
+
+def test_a_turned_threshold_keeps_its_opening() -> None:
+    engine = make_engine(ScriptedModel(script((4, SURE), (5, UNSURE), (6, SURE), (7, 0.7))))
+    engine.admit(make_job(max_tokens=4, choice=Threshold(0.9, Opening(share=0.5, threshold=0.9))))
+    engine.set_threshold("a", 0.5)
+    assert engine.progress("a").threshold == 0.5
+    assert [step.threshold for step in engine.step().requests] == [0.9]
 
 
 def test_an_engine_that_keeps_scores_tells_what_each_step_chose_from() -> None:

@@ -17,6 +17,7 @@ PURE = {
     "services.costs",
     "services.denoiser.run",
     "services.denoiser.worker_events",
+    "services.opening",
     "statistics",
     "typing",
 }

@@ -30,6 +30,7 @@ from services.denoiser.worker_events import (
     WriteRefused,
 )
 from services.denoiser.worker_policy import WorkerPolicy
+from services.opening import NO_OPENING, Opening
 from tests.unit.denoiser_worker.builders import (
     EOS,
     MASK,
@@ -90,6 +91,18 @@ def test_a_fresh_request_goes_to_the_engine(policy: WorkerPolicy) -> None:
     assert policy.status(WALL).held == [
         m.Held(request_id="r1", attempt=1, canvas_tokens=12, block_size=4, cache="dual", blocks_done=0)
     ]
+
+
+def test_blocks_have_the_instance_s_opening_unless_the_client_has_pinned_the_threshold() -> None:
+    opening = Opening(share=0.5, threshold=0.9)
+    policy = WorkerPolicy(make_instance(opening=opening))
+    (free, _), (pinned, _) = (
+        policy.handle(make_assigned(make_request(name, threshold=pin)), 0.0) for name, pin in (("a", None), ("b", 0.6))
+    )
+    assert isinstance(free, Admit)
+    assert isinstance(pinned, Admit)
+    assert (free.opening, free.threshold) == (opening, 0.9)
+    assert (pinned.opening, pinned.threshold) == (NO_OPENING, 0.6)
 
 
 def test_a_resumed_request_continues_after_its_blocks(policy: WorkerPolicy) -> None:

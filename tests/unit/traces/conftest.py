@@ -33,7 +33,7 @@ max_pass_tokens = 512
 """
 
 
-def write_profile(folder: Path, *, dream: bool = False) -> Path:
+def write_profile(folder: Path, *, dream: bool = False, opening_share: float = 0.0) -> Path:
     """The tokenizer and template are the built-in model's; blocks of 8, 20 output tokens, thresholds 0.2, 0.3, 0.45."""
     special = json.loads((TOKENIZER / "config.json").read_text())
     vocab_size = special["vocab_size"]
@@ -49,7 +49,8 @@ def write_profile(folder: Path, *, dream: bool = False) -> Path:
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder / "model" / name)
-    (folder / "profile.toml").write_text(PROFILE)
+    decoding = f"[decoding]\nopening_share = {opening_share}"
+    (folder / "profile.toml").write_text(PROFILE.replace("[decoding]", decoding))
     return folder
 
 
@@ -79,7 +80,8 @@ def traces(profile: Path, tmp_path_factory: pytest.TempPathFactory) -> Traces:
 
 @pytest.fixture(scope="session")
 def dream_traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
-    """2 prompts on a model of the other architecture."""
-    profile, out = write_profile(tmp_path_factory.mktemp("dream"), dream=True), tmp_path_factory.mktemp("dream_traces")
+    """2 prompts on a model of the other architecture, half of each block an opening."""
+    profile = write_profile(tmp_path_factory.mktemp("dream"), dream=True, opening_share=0.5)
+    out = tmp_path_factory.mktemp("dream_traces")
     record(RecordJob(profile=profile, out=out, num_prompts=2, caches=("dual", "none")))
     return open_traces(out)

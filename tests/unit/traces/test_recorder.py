@@ -10,6 +10,7 @@ import pytest
 from services.denoiser.engine import Engine, EngineConfig, Job, Threshold
 from services.denoiser.loader import load_model
 from services.denoiser.run import five_numbers
+from services.opening import Opening
 from services.profile import load_profile
 from services.settings import ConfigError
 from tools.tiny_model.tasks import is_held_out, sample
@@ -69,6 +70,24 @@ def test_each_step_commits_what_reaches_its_threshold_and_always_the_best(traces
                 assert confidence[committed] == confidence.max()
             counts[bool(reaches.any())] += 1
     assert min(counts[True], counts[False]) > 100
+
+
+def test_an_opening_raises_the_threshold_of_each_block_s_first_part(dream_traces: Traces) -> None:
+    recording, raised = dream_traces.recording, 0
+    assert recording.opening == Opening(share=0.5, threshold=0.3)
+    for run in dream_traces.runs():
+        done = 0
+        for step in range(run.num_steps):
+            entries = run.entries(step)
+            confidence, committed = run.confidence_E[entries], run.committed_E[entries]
+            done = 0 if run.in_block_S[step] == 0 else done
+            left = len(confidence)
+            applied = max(run.threshold_S[step], 0.3) if done < (done + left) / 2 else run.threshold_S[step]
+            if (reaches := confidence >= applied * SCALE - 1e-6).any():
+                np.testing.assert_array_equal(committed, reaches)
+            raised += int((confidence >= run.threshold_S[step] * SCALE).sum() > committed.sum())
+            done += int(committed.sum())
+    assert raised > 10
 
 
 def replayed_canvas(run: RecordedRun, block_size: int, max_tokens: int, eos_ids: set[int]) -> dict[int, int]:

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.opening import Opening
 from tests.unit.traces.builders import EOS, make_recording, make_run
 from tools.traces.reader import Traces
 from tools.traces.replay import DOUBT_KEPT, Behaviour, Replay, ReplayedStep, replay
@@ -48,8 +49,8 @@ def steps_of(run: RecordedRun, block_size: int) -> list[dict[int, int]]:
 
 
 def test_a_run_replayed_with_its_own_thresholds_is_that_run_step_by_step(traces: Traces, dream_traces: Traces) -> None:
-    recording = traces.recording
-    for run in [*traces.runs(), *dream_traces.runs()]:
+    runs = [(run, of.recording) for of in (traces, dream_traces) for run in of.runs()]
+    for run, recording in runs:
         found, steps = run_through(Behaviour([run], recording), run.threshold_S.tolist())
         assert committed(steps) == steps_of(run, recording.block_size)
         assert [step.kind == "recompute" for step in steps] == run.recompute_S.tolist()
@@ -81,6 +82,16 @@ def test_a_threshold_that_changes_applies_from_that_step_on() -> None:
     assert committed(late) == [{0: 50, 2: 52}, {1: 51, 3: 63}]
     _, early = run_through(Behaviour([SLOW], make_recording()), [0.7, 0.9])
     assert committed(early) == [{0: 50, 1: 51, 2: 52}, {3: 73}]
+
+
+def test_an_opening_holds_until_its_share_of_the_block_is_committed() -> None:
+    half = make_recording(opening=Opening(share=0.5, threshold=0.9))
+    # At 0.5 alone the first step would commit all four; with two of four committed the opening is over.
+    _, steps = run_through(Behaviour([SLOW], half), [0.5])
+    assert committed(steps) == [{0: 50, 2: 52}, {1: 51, 3: 63}]
+    assert committed(run_through(Behaviour([SLOW], make_recording()), [0.5])[1])[0].keys() > {0, 2}
+    more = make_recording(opening=Opening(share=0.75, threshold=0.9))
+    assert committed(run_through(Behaviour([SLOW], more), [0.5])[1]) == steps_of(SLOW, 4)
 
 
 def test_confidences_that_are_used_again_have_less_doubt() -> None:

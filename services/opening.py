@@ -1,0 +1,24 @@
+"""A block's opening: the part of it that is committed with care, whatever threshold its request runs at. Pure.
+
+What a block commits first decides the rest; its last tokens are often unsure and cost a step each. So a threshold that
+is low throughout loses answers for steps that a lower one at the end alone would have saved. On the built-in model,
+480 held-out problems: 0.9 throughout 9.6 steps and 87.9 % correct, 0.7 throughout 5.4 and 77.5 %, 0.7 after an opening
+of 0.7 6.6 and 86.7 % (docs/threshold_controller.md).
+"""
+
+import msgspec
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Until `share` (0 to 1) of a block's tokens are committed its threshold is at least `threshold`. Share 0: none."""
+
+    share: float = 0.0
+    threshold: float = 0.0
+
+    def applied(self, threshold: float, *, committed: int, left: int) -> float:
+        """The threshold of a step of a request that runs at `threshold`: with `committed` tokens of its block behind it
+        and `left` still to commit; nothing behind a block's first EOS is."""
+        return max(threshold, self.threshold) if committed < self.share * (committed + left) else threshold
+
+
+NO_OPENING = Opening()
