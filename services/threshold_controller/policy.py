@@ -76,6 +76,7 @@ from services.threshold_controller.load import Claims, Horizons, Reach, Works, p
 from services.threshold_controller.needs import Lengths, Need, Outlook, Shape, Standing
 from services.threshold_controller.prices import (
     NOBODY,
+    Fleet,
     StepPrices,
     Supply,
     alone_prices,
@@ -192,8 +193,8 @@ class ThresholdController:
         self._past: OrderedDict[str, None] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._lengths = Lengths()
-        self._fleet: dict[Supply, int] = {}  # how many instances of each kind are capacity
-        self._known: dict[Supply, int] = {}  # and how many there are, those that drain included
+        self._fleet = Fleet()  # the instances that are capacity
+        self._known = Fleet()  # and those that drain beside them
         self._prices: dict[Resident, _Prices] = {}
         self._settled = False
         self._load_changed = False
@@ -397,8 +398,8 @@ class ThresholdController:
         """What instances there are has changed: so have all prices."""
         self._undecided.add(instance.id)
         heard = [other for other in self._instances.values() if other.heard]
-        self._known = _count(other.supply for other in heard)
-        self._fleet = _count(other.supply for other in heard if not other.draining)
+        self._known = Fleet(other.supply for other in heard)
+        self._fleet = Fleet(other.supply for other in heard if not other.draining)
         self._prices.clear()
         for open_ in self._open.values():
             open_.is_stale = True
@@ -565,11 +566,11 @@ class ThresholdController:
 
     def _share_out(self, counted: list[_Open], hopeless: list[_Open], num_hopeless: int) -> m.LoadState:
         """Rules 6 to 8: gives everybody a cap."""
-        num_instances = float(sum(self._fleet.values()))
+        num_instances = self._fleet.size
         claims = self._claims(counted)
         if not self.config.load_control:
             self._cap_all(counted + hopeless, self._top)
-        elif self._known:
+        elif self._known.size:
             reserve = num_instances * self._rise_margin
             in_time = [not open_.given_up for open_ in counted]
             self._cap_by_walk(counted, reach(claims, num_instances - reserve), reach(claims, num_instances), in_time)
@@ -618,10 +619,10 @@ class ThresholdController:
         over_s = paper_horizon(
             (o.horizon_s, w[0]) for o, w in zip(counted, works, strict=True) if o.deadline is not None
         )
-        capacity_s = (over_s or 0.0) * sum(self._fleet.values())
+        capacity_s = (over_s or 0.0) * self._fleet.size
         if over_s is None or not self.config.load_control:
             self._cap_all(counted, self._top)
-        elif self._known:
+        elif self._known.size:
             for open_, cap in zip(counted, paper_caps(works, capacity_s), strict=True):
                 if open_.pin is None:
                     self._cap(open_, cap)
@@ -634,7 +635,7 @@ class ThresholdController:
             sent_at=0.0,
             horizon_s=self._horizon_s,
             demand_s=demand_s,
-            capacity_s=self._horizon_s * sum(self._fleet.values()),
+            capacity_s=self._horizon_s * self._fleet.size,
             caps=self._caps_by_priority(counted),
             num_open=len(counted),
             num_hopeless=num_hopeless,
@@ -864,10 +865,6 @@ def _seconds_until(request: GenerateRequest, time: float | None) -> float:
     """From its arrival to that time, or to its time limit."""
     until = request.expires_at if time is None else time
     return max(_LEAST_HORIZON_S, until - request.created_at)
-
-
-def _count(supplies: Iterable[Supply]) -> dict[Supply, int]:
-    return dict(sorted(Counter(supplies).items()))
 
 
 def _standing_of(entry: m.RequestReport, block_size: int) -> Standing:

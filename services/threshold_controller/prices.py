@@ -12,9 +12,12 @@ Shared, for load control:
 4. What a block costs at the fewest and at the most steps that the profile knows gives the price of each kind of step.
    `paper`: a token costs what it does in a batch of requests of `_PAPER_TOKENS` with a step for each token.
 5. Over several instances: what a step costs where the work is spread so that all end together.
+6. A measured latency ratio makes all of an instance's prices so many times as high. So what a kind of instance charges
+   at the profiled latency is computed once, and a cluster of as many ratios as instances is no more work than one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from services.costs import LatencyProfile, PassLoad, Resident, step_load
@@ -22,6 +25,7 @@ from services.threshold_controller.config import PolicyName
 
 _PAPER_TOKENS = 1536
 _LEAST_S = 1e-9  # of a price: in a profile with a flat curve a step more may cost nothing
+_MOST_PRICES = 16_384  # that are kept, of kinds of instances for kinds of requests
 
 
 class StepPrices(NamedTuple):
@@ -38,6 +42,25 @@ class Supply(NamedTuple):
     max_requests: int
     kv_tokens: int
     latency_ratio: float
+
+
+class Pool(NamedTuple):
+    """All instances of one kind."""
+
+    count: int
+    speed: float  # of all, in instances of the profiled latency
+    least_ratio: float
+
+
+class Fleet:
+    """Some instances, by kind: `Supply` at the profiled latency (rule 6)."""
+
+    def __init__(self, supplies: Iterable[Supply] = ()) -> None:
+        ratios: dict[Supply, list[float]] = {}
+        for supply in sorted(supplies):  # whoever was heard first, a sum is the same
+            ratios.setdefault(supply._replace(latency_ratio=1.0), []).append(supply.latency_ratio)
+        self.size = sum(map(len, ratios.values()))
+        self.pools = {kind: Pool(len(of), sum([1 / ratio for ratio in of]), min(of)) for kind, of in ratios.items()}
 
 
 class Riders(NamedTuple):
@@ -87,11 +110,10 @@ def slots(instance: Supply, canvas_tokens: int) -> int:
     return max(1, min(instance.max_requests, instance.kv_tokens // canvas_tokens))
 
 
-def mean_share(instances: Mapping[Supply, int], resident: Resident) -> float:
+def mean_share(fleet: Fleet, resident: Resident) -> float:
     """Of an instance, for each of the requests like this one that fill it; 1 without an instance."""
-    total = sum(instances.values())
-    shares = sum(count / slots(instance, resident.canvas_tokens) for instance, count in instances.items())
-    return shares / total if total else 1.0
+    shares = sum([pool.count / slots(kind, resident.canvas_tokens) for kind, pool in fleet.pools.items()])
+    return shares / fleet.size if fleet.size else 1.0
 
 
 def own_prices(latency: LatencyProfile, instance: Supply, resident: Resident, others: Riders) -> StepPrices:
@@ -99,8 +121,7 @@ def own_prices(latency: LatencyProfile, instance: Supply, resident: Resident, ot
     degree = latency.nearest_degree(instance.tp_degree)
     recompute_ms = latency.step_ms(degree, _recompute(resident).plus(others.recompute).plus(others.cache))
     cache_ms = _mean_ms(latency, degree, others._replace(cache=others.cache.plus(_cache(resident))))
-    factor = instance.latency_ratio / 1000
-    return StepPrices(recompute_ms * factor, cache_ms * factor)
+    return StepPrices(recompute_ms / 1000 * instance.latency_ratio, cache_ms / 1000 * instance.latency_ratio)
 
 
 def paper_own_prices(latency: LatencyProfile, instance: Supply, batch: Iterable[Resident]) -> StepPrices:
@@ -113,32 +134,40 @@ def paper_own_prices(latency: LatencyProfile, instance: Supply, batch: Iterable[
     return StepPrices(latency.step_ms(degree, recompute) * factor, latency.step_ms(degree, cache) * factor)
 
 
-def alone_prices(latency: LatencyProfile, instances: Iterable[Supply], resident: Resident) -> StepPrices:
+def alone_prices(latency: LatencyProfile, fleet: Fleet, resident: Resident) -> StepPrices:
     """Rule 2; nothing costs anything without an instance."""
-    prices = [own_prices(latency, instance, resident, NOBODY) for instance in instances]
-    return StepPrices(min((p.recompute for p in prices), default=0.0), min((p.cache for p in prices), default=0.0))
+    prices = [(_alone(latency, kind, resident), pool.least_ratio) for kind, pool in fleet.pools.items()]
+    return StepPrices(
+        min((alone.recompute * ratio for alone, ratio in prices), default=0.0),
+        min((alone.cache * ratio for alone, ratio in prices), default=0.0),
+    )
 
 
 def shared_prices(
     latency: LatencyProfile,
-    instances: Mapping[Supply, int],
+    fleet: Fleet,
     resident: Resident,
     steps_per_block: tuple[float, float],
     policy: PolicyName,
 ) -> StepPrices:
-    """Rules 3 to 5, in seconds of a mean instance. `instances`: how many of each; `steps_per_block`: fewest, most."""
+    """Rules 3 to 5, in seconds of a mean instance. `steps_per_block`: fewest, most."""
     recomputes = caches = 0.0  # steps per second, of all
-    for instance, count in instances.items():
+    for kind, pool in fleet.pools.items():
         if policy == "paper":
-            prices = _paper_share(latency, instance, resident)
+            prices = _paper_share(latency, kind, resident)
         else:
-            prices = _share(latency, instance, resident, steps_per_block)
-        recomputes += count / prices.recompute
-        caches += count / prices.cache
-    total = sum(instances.values())
-    return StepPrices(total / recomputes, total / caches) if total else StepPrices(_LEAST_S, _LEAST_S)
+            prices = _share(latency, kind, resident, steps_per_block)
+        recomputes += pool.speed / prices.recompute
+        caches += pool.speed / prices.cache
+    return StepPrices(fleet.size / recomputes, fleet.size / caches) if fleet.size else StepPrices(_LEAST_S, _LEAST_S)
 
 
+@lru_cache(_MOST_PRICES)
+def _alone(latency: LatencyProfile, instance: Supply, resident: Resident) -> StepPrices:
+    return own_prices(latency, instance, resident, NOBODY)
+
+
+@lru_cache(_MOST_PRICES)
 def _share(
     latency: LatencyProfile, instance: Supply, resident: Resident, steps_per_block: tuple[float, float]
 ) -> StepPrices:
@@ -161,6 +190,7 @@ def _share(
     return StepPrices(max(at_fewest - (fewest - 1) * cache_price, _LEAST_S), cache_price)
 
 
+@lru_cache(_MOST_PRICES)
 def _paper_share(latency: LatencyProfile, instance: Supply, resident: Resident) -> StepPrices:
     degree = latency.nearest_degree(instance.tp_degree)
     count = slots(instance, _PAPER_TOKENS)

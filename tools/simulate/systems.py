@@ -21,7 +21,7 @@ from services.step_predictor.config import StepPredictorConfig
 from services.step_predictor.model import StepModel
 from services.threshold_controller.config import ThresholdControllerConfig
 from services.threshold_controller.policy import ThresholdController
-from services.threshold_controller.prices import Supply, shared_prices
+from services.threshold_controller.prices import Fleet, Supply, shared_prices
 from tools.simulate.baselines import Fixed, LeastLoaded, Proteus, Variant
 from tools.simulate.cluster import Policies, Setting
 from tools.simulate.denoising import Behaviour
@@ -151,10 +151,7 @@ def work_of(setting: Setting, behaviour: Behaviour, steps: float, blocks: float)
     prompt_tokens, output_tokens = mean_lengths(behaviour, decoding.block_size)
     canvas = int(prompt_tokens) + int(output_tokens)
     resident = Resident(canvas, decoding.block_size, decoding.cache, int(output_tokens))
-    fleet: dict[Supply, int] = {}
-    for degree in setting.tp_degrees:
-        supply = Supply(degree, engine.max_requests, setting.kv_tokens, 1.0)
-        fleet[supply] = fleet.get(supply, 0) + 1
+    fleet = Fleet(Supply(degree, engine.max_requests, setting.kv_tokens, 1.0) for degree in setting.tp_degrees)
     ends = decoding.mean_steps[0], decoding.mean_steps[-1]
     prices = shared_prices(setting.latency, fleet, resident, ends, "tedi")
     recomputes = steps if decoding.cache == "none" else blocks

@@ -8,6 +8,7 @@ from contracts.messages import CacheMode
 from services.costs import LatencyProfile, PassCost, Resident
 from services.threshold_controller.prices import (
     NOBODY,
+    Fleet,
     StepPrices,
     Supply,
     alone_prices,
@@ -75,37 +76,37 @@ def test_the_prefix_cache_s_window_shrinks_to_a_block_at_the_end() -> None:
 @pytest.mark.parametrize("steps", [4.0, 8.0])
 def test_the_shares_of_a_full_instance_add_up_to_its_time(steps: float) -> None:
     """Four requests in their real block pattern: a recompute step in `steps`."""
-    prices = shared_prices(LATENCY, {ONE: 1}, SMALL, (4.0, 8.0), "tedi")
+    prices = shared_prices(LATENCY, Fleet([ONE]), SMALL, (4.0, 8.0), "tedi")
     block_s = prices.recompute + (steps - 1) * prices.cache
     recompute, cache = 4 * 96 / steps, 4 * 32 * (1 - 1 / steps)
     assert 4 * block_s == pytest.approx(steps * (1 + 0.1 * (recompute + cache)) / 1000)
 
 
 def test_without_a_cache_a_share_is_that_of_a_pass_of_recomputes() -> None:
-    prices = shared_prices(LATENCY, {ONE: 1}, Resident(96, 32, "none", 32), (4.0, 8.0), "tedi")
+    prices = shared_prices(LATENCY, Fleet([ONE]), Resident(96, 32, "none", 32), (4.0, 8.0), "tedi")
     assert prices.recompute == pytest.approx((1 + 0.1 * 4 * 96) / 4 / 1000)
 
 
 def test_a_full_instance_holds_what_its_pool_has_room_for() -> None:
     roomy, narrow = ONE._replace(kv_tokens=10_000), ONE._replace(kv_tokens=100)
-    four = shared_prices(LATENCY, {roomy: 1}, SMALL, (4.0, 8.0), "tedi")
-    single = shared_prices(LATENCY, {narrow: 1}, SMALL, (4.0, 8.0), "tedi")
-    assert four == shared_prices(LATENCY, {ONE: 1}, SMALL, (4.0, 8.0), "tedi")
+    four = shared_prices(LATENCY, Fleet([roomy]), SMALL, (4.0, 8.0), "tedi")
+    single = shared_prices(LATENCY, Fleet([narrow]), SMALL, (4.0, 8.0), "tedi")
+    assert four == shared_prices(LATENCY, Fleet([ONE]), SMALL, (4.0, 8.0), "tedi")
     assert single.cache > four.cache, "what a pass costs once is not shared"
 
 
 def test_over_instances_work_is_spread_so_that_all_end_together() -> None:
     slow = ONE._replace(latency_ratio=3.0)
-    one = shared_prices(LATENCY, {ONE: 1}, SMALL, (4.0, 8.0), "tedi")
-    both = shared_prices(LATENCY, {ONE: 1, slow: 1}, SMALL, (4.0, 8.0), "tedi")
+    one = shared_prices(LATENCY, Fleet([ONE]), SMALL, (4.0, 8.0), "tedi")
+    both = shared_prices(LATENCY, Fleet([ONE, slow]), SMALL, (4.0, 8.0), "tedi")
     # in 3 s of each the fast one runs 3 parts and the slow one 1: 6 instance-seconds for 4 parts
     assert both.cache == pytest.approx(1.5 * one.cache)
-    assert shared_prices(LATENCY, {ONE: 5}, SMALL, (4.0, 8.0), "tedi") == pytest.approx(one)
+    assert shared_prices(LATENCY, Fleet([ONE] * 5), SMALL, (4.0, 8.0), "tedi") == pytest.approx(one)
 
 
 def test_the_paper_s_price_is_by_the_token_from_requests_of_1536_with_a_step_for_each_token() -> None:
     instance = ONE._replace(kv_tokens=2 * 1536)
-    prices = shared_prices(LATENCY, {instance: 1}, SMALL, (4.0, 8.0), "paper")
+    prices = shared_prices(LATENCY, Fleet([instance]), SMALL, (4.0, 8.0), "paper")
     ms = (1 + 0.1 * 2 * 1536) + 31 * (1 + 0.1 * 2 * 32)
     per_token = ms / (2 * (1536 + 31 * 32)) / 1000
     assert prices == pytest.approx((96 * per_token, 32 * per_token))
@@ -120,12 +121,12 @@ def test_nothing_is_free_and_nobody_is_faster_than_alone_on_the_fastest(
     canvas: int, cache: CacheMode, instances: list[Supply]
 ) -> None:
     resident = Resident(canvas, 32, cache, 32)
-    fleet = dict.fromkeys(instances, 1)
+    fleet = Fleet(instances)
     shared = shared_prices(LATENCY, fleet, resident, (4.0, 8.0), "tedi")
     assert shared.recompute > 0
     assert shared.cache > 0
     alone = alone_prices(LATENCY, fleet, resident)
-    for instance in fleet:
+    for instance in instances:
         own = own_prices(LATENCY, instance, resident, NOBODY.plus(LONG, 0.25))
         assert own.recompute >= alone.recompute
         assert own.cache >= alone.cache
