@@ -24,7 +24,7 @@ UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA SECURE=1 VERBOSE=1; of make test, bench, bench-engine, bench-slo, bench-telemetry: ARGS"
+	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA SECURE=1 VERBOSE=1; of make test, bench, bench-engine, bench-slo, bench-telemetry, bench-cluster: ARGS"
 
 up: $(VENV)/.installed-up ## start the whole stack here: nats-server, the services, an agent with two workers
 	@$(PY) -m tools.up $(UP_ARGS)
@@ -70,6 +70,9 @@ bench-slo: $(VENV)/.installed-dev ## compare policies under load, live; takes ho
 
 bench-telemetry: $(VENV)/.installed-dev ## what traces cost: two live stacks, traces on and off, in turn; six minutes
 	$(PY) -m tools.bench.telemetry $(ARGS)
+
+bench-cluster: $(VENV)/.installed-dev ## what a cluster of 128 simulated instances asks of the control services; three minutes
+	$(PY) -m tools.bench.cluster $(ARGS)
 
 docs: $(VENV)/.installed-dev ## write docs/contracts.md and docs/asyncapi.yaml anew, from contracts/
 	$(PY) -m tools.asyncapi

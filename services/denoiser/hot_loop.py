@@ -145,7 +145,9 @@ class HotLoop:
     def _step(self, engine: Engine) -> None:
         started = time.monotonic()
         result = engine.step()
-        ended = time.monotonic()
+        self._note(engine, result, started, time.monotonic())
+
+    def _note(self, engine: Engine, result: StepResult, started: float, ended: float) -> None:
         block_done = False
         left: list[str] = []
         for step in result.requests:

@@ -99,6 +99,8 @@ async def serve(runtime: Runtime, config: WorkerConfig, profile: Profile, ranks:
 class Worker:
     """The I/O around the policy."""
 
+    hot_loop_type: type[HotLoop] = HotLoop  # tools/fleet has workers that sleep in place of passes
+
     def __init__(
         self, runtime: Runtime, config: WorkerConfig, profile: Profile, ranks: Sequence[RankProcess] = ()
     ) -> None:
@@ -112,7 +114,7 @@ class Worker:
         self._reportable = asyncio.Event()
         self._step_ended = 0.0  # monotonic seconds
         self._shown: deque[m.CanvasStep] = deque(maxlen=_MAX_SHOWN)
-        self._hot_loop = HotLoop(
+        self._hot_loop = self.hot_loop_type(
             self._build_engine,
             on_ready=lambda engine: self._from_hot_loop(self._engine.set_result, engine),
             on_news=lambda: self._from_hot_loop(self._news.set),
