@@ -27,7 +27,7 @@ from services.threshold_controller.config import ThresholdControllerConfig
 from tools.bench.serving import quantile
 from tools.bench.slo.cells import Basis, Folder, Result
 from tools.bench.slo.measure import prompt_number, what_is_due
-from tools.bench.slo.policies import is_pinned
+from tools.bench.slo.policies import policy_of
 from tools.bench.slo.work import Work
 from tools.experiments.recordings import ROOT, make
 from tools.loadgen.asks import Ask, of_problem
@@ -185,7 +185,7 @@ class _Scene:
                     "these cells are of other code"
                 )
         asked = [Arrival(s.due_s, self._problems.number_of[prompt_number(s.ask)], s.number) for s in due]
-        if is_pinned(result.policy):
+        if policy_of(result.policy).is_pinned:
             job = self._job(f"fixed-{self._basis.threshold:g}", asked, result.work)
         else:
             controller = msgspec.convert(result.settings, ThresholdControllerConfig)

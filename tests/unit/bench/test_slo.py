@@ -4,14 +4,16 @@ import math
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
+from services.profile import load_profile
 from services.settings import ConfigError
 from tools.bench.slo.__main__ import main
 from tools.bench.slo.cells import Basis, Cell, Folder, Result, Row, check_same, in_order
 from tools.bench.slo.measure import prompt_number, what_is_due
 from tools.bench.slo.pairs import Pair, difference
-from tools.bench.slo.policies import POLICIES, is_pinned, scheduler_of, settings_of
+from tools.bench.slo.policies import POLICIES, policy_of
 from tools.bench.slo.report import accuracy, gained, report
 from tools.bench.slo.work import Work, done_since, parse_work
 from tools.loadgen.asks import Ask
@@ -97,18 +99,37 @@ def test_a_run_that_would_not_compare_needs_another_folder() -> None:
 
 
 def test_policies_are_settings_of_the_controller() -> None:
-    assert settings_of("fixed") == {"deadline_control": False, "load_control": False}
-    assert settings_of("ours+plan=low_first+risk=0.8") == {"plan": "low_first", "risk": 0.8}
-    assert settings_of("load") == {"deadline_control": False}
-    assert [name for name in POLICIES if is_pinned(name)] == ["fixed", "ordered"]
-    assert [name for name in POLICIES if scheduler_of(name)] == ["fixed", "paper", "unordered"]
-    assert is_pinned("fixed+risk=0.1")
+    assert policy_of("fixed").controller == {"deadline_control": False, "load_control": False}
+    assert policy_of("ours+plan=low_first+risk=0.8").controller == {"plan": "low_first", "risk": 0.8}
+    assert policy_of("load").controller == {"deadline_control": False}
+    assert [name for name in POLICIES if policy_of(name).is_pinned] == ["fixed", "ordered"]
+    assert [name for name in POLICIES if policy_of(name).scheduler] == ["fixed", "paper", "unordered"]
+    assert policy_of("fixed+risk=0.1").is_pinned
+
+
+def test_the_paper_s_policy_runs_without_what_is_ours_in_the_profile() -> None:
+    mine = "profiles/tiny-cpu"
+    assert [name for name in POLICIES if policy_of(name).profile_of(mine) != mine] == ["paper"]
+    ours, plain = load_profile(mine), load_profile(policy_of("paper").profile_of(mine))
+    same = msgspec.structs.replace(
+        ours,
+        weights=plain.weights,
+        description=plain.description,
+        folder=plain.folder,
+        quality_floor={},
+        decoding=msgspec.structs.replace(
+            ours.decoding, opening_share=0.0, steps_by_threshold=plain.decoding.steps_by_threshold
+        ),
+    )
+    assert same == plain
+    assert plain.weights_folder.resolve() == ours.weights_folder.resolve()
+    assert plain.latency_file.read_bytes() == ours.latency_file.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["best", "ours+speed=3", "ours+risk=2", "ours+risk", "paper+plan=low_first"])
 def test_a_policy_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="policies: "):
-        settings_of(name)
+        policy_of(name)
 
 
 # --- what can be asked again ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from services.settings import ConfigError
 from tools.bench.slo.cells import Basis, Folder, Result, Row
 from tools.bench.slo.measure import prompt_number, what_is_due
-from tools.bench.slo.policies import settings_of
+from tools.bench.slo.policies import policy_of
 from tools.bench.slo.work import Work
 from tools.experiments.validate import Row as Compared
 from tools.experiments.validate import Validation, crossing, crossings, table, validate
@@ -45,7 +45,7 @@ def a_cell(policy: str, work: list[Work]) -> Result:
         rate=0.5,
         seed=0,
         policy=policy,
-        settings=settings_of(policy),
+        settings=policy_of(policy).controller,
         rate_per_s=5.0,
         slo_ms=BASIS.slo_ms,
         lag_p99_ms=1.0,

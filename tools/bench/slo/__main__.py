@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from services.profile import load_profile
 from services.settings import ConfigError
 from tools.bench.machine import describe_machine
-from tools.bench.slo.cells import Basis, Cell, Folder, check_same, in_order
-from tools.bench.slo.cluster import MAX_OPEN, Cluster, running_cluster
+from tools.bench.slo.cells import Basis, Folder, check_same, in_order
+from tools.bench.slo.cluster import MAX_OPEN, running_cluster
 from tools.bench.slo.measure import measure_basis, run_cell
-from tools.bench.slo.policies import POLICIES, settings_of
+from tools.bench.slo.policies import POLICIES, policy_of
 from tools.bench.slo.report import report
 from tools.loadgen.__main__ import allow_files
 from tools.loadgen.asks import Ask, built_in
@@ -90,14 +90,25 @@ def _run(options: argparse.Namespace, folder: Folder) -> None:
         f"{len(cells)} cells to run, about {len(cells) * (options.warmup + options.seconds) / 60:.0f} minutes and more"
     )
     asks = built_in(options.problems, seed=0)
-    with running_cluster(options.profile, options.workers) as cluster:
-        asyncio.run(_measure(options, folder, basis, cluster, cells, asks))
+    matrix = {name: getattr(options, name) for name in ("rates", "seeds", "policies")}
+    basis = replace(basis, **matrix) if basis else _new_basis(options, asks)
+    folder.save_basis(basis)
+    for number, cell in enumerate(cells, start=1):
+        started = time.monotonic()
+        with running_cluster(options.profile, options.workers, policy_of(cell.policy)) as cluster:
+            result = asyncio.run(run_cell(cluster, basis, cell, asks))
+        folder.save(result)
+        late = " (does not count)" if result.why_it_does_not_count else ""
+        _say(
+            f"{number} of {len(cells)}: {cell.rate:g} x C, seed {cell.seed}, {cell.policy}: {result.attainment:.1%} of"
+            f" {len(result.rows)} in time{late}; {time.monotonic() - started:.0f} s"
+        )
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError."""
     for policy in options.policies:
-        settings_of(policy)
+        load_profile(policy_of(policy).profile_of(options.profile))
     if not all(rate > 0 for rate in options.rates):
         raise ConfigError(f"rates: {options.rates} are not all positive")
     for name in ("workers", "seconds", "basis_seconds", "slo_factor", "problems"):
@@ -113,37 +124,18 @@ def _shared(options: argparse.Namespace) -> dict[str, object]:
     return {name: told[name] for name in names} | {"warmup_s": options.warmup}
 
 
-async def _measure(
-    options: argparse.Namespace,
-    folder: Folder,
-    basis: Basis | None,
-    cluster: Cluster,
-    cells: Sequence[Cell],
-    asks: Sequence[Ask],
-) -> None:
-    matrix = {name: getattr(options, name) for name in ("rates", "seeds", "policies")}
-    basis = await _new_basis(options, cluster, asks) if basis is None else replace(basis, **matrix)
-    folder.save_basis(basis)
-    for number, cell in enumerate(cells, start=1):
-        started = time.monotonic()
-        result = await run_cell(cluster, basis, cell, asks)
-        folder.save(result)
-        late = " (does not count)" if result.why_it_does_not_count else ""
-        _say(
-            f"{number} of {len(cells)}: {cell.rate:g} x C, seed {cell.seed}, {cell.policy}: {result.attainment:.1%} of"
-            f" {len(result.rows)} in time{late}; {time.monotonic() - started:.0f} s"
-        )
-
-
-async def _new_basis(options: argparse.Namespace, cluster: Cluster, asks: Sequence[Ask]) -> Basis:
+def _new_basis(options: argparse.Namespace, asks: Sequence[Ask]) -> Basis:
     profile = load_profile(options.profile)
-    measured = await measure_basis(
-        cluster,
-        asks,
-        threshold=profile.decoding.threshold,
-        held=options.workers * profile.engine.max_requests,
-        seconds=options.basis_seconds,
-    )
+    with running_cluster(options.profile, options.workers, policy_of("fixed")) as cluster:
+        measured = asyncio.run(
+            measure_basis(
+                cluster,
+                asks,
+                threshold=profile.decoding.threshold,
+                held=options.workers * profile.engine.max_requests,
+                seconds=options.basis_seconds,
+            )
+        )
     _say(f"alone {measured.alone_ms:.1f} ms in the median, C = {measured.capacity_per_s:.2f} requests/s")
     return Basis(
         **_shared(options),  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import msgspec
 from services.settings import ConfigError
 from tools.bench.slo.cells import Basis, Cell, Result, Row, row_of
 from tools.bench.slo.cluster import MAX_OPEN, Cluster
-from tools.bench.slo.policies import is_pinned, scheduler_of, settings_of
+from tools.bench.slo.policies import policy_of
 from tools.bench.slo.work import Work, done_since
 from tools.loadgen.__main__ import shown
 from tools.loadgen.arrivals import poisson
@@ -46,7 +46,6 @@ async def measure_basis(
     cluster: Cluster, asks: Sequence[Ask], *, threshold: float, held: int, seconds: float
 ) -> Measured:
     """`held`: requests that all instances hold together. `seconds`: of each of the two. Raises ConfigError, Failed."""
-    await cluster.use(settings_of("fixed"), scheduler_of("fixed"))
     async with open_endpoint(cluster.url, max_in_flight=2 * held, timeout_s=_TIMEOUT_S) as endpoint:
         body = {"model": await endpoint.choose_model(None), "threshold": threshold}
         begun = cluster.done_so_far()
@@ -92,9 +91,8 @@ async def closed_loop(
 
 
 async def run_cell(cluster: Cluster, basis: Basis, cell: Cell, asks: Sequence[Ask]) -> Result:
-    """Rule 3. Raises TimeoutError where the cluster does not become idle."""
-    settings = settings_of(cell.policy)
-    await cluster.use(settings, scheduler_of(cell.policy))
+    """Rule 3, on a cluster that runs the cell's policy."""
+    policy = policy_of(cell.policy)
     before = cluster.done_so_far()
     rate_per_s = cell.rate * basis.capacity_per_s
     due = what_is_due(basis, cell.seed, rate_per_s, asks)
@@ -108,7 +106,7 @@ async def run_cell(cluster: Cluster, basis: Basis, cell: Cell, asks: Sequence[As
 
     async with open_endpoint(cluster.url, max_in_flight=MAX_OPEN, timeout_s=_TIMEOUT_S) as endpoint:
         body: dict[str, Any] = {"model": await endpoint.choose_model(None)}
-        if is_pinned(cell.policy):
+        if policy.is_pinned:
             body["threshold"] = basis.threshold
         loop = OpenLoop(endpoint, body, note, max_in_flight=MAX_OPEN)
         async with shown(loop, tally, sys.stderr):
@@ -118,8 +116,8 @@ async def run_cell(cluster: Cluster, basis: Basis, cell: Cell, asks: Sequence[As
         rate=cell.rate,
         seed=cell.seed,
         policy=cell.policy,
-        settings=settings,
-        scheduler=scheduler_of(cell.policy),
+        settings=policy.controller,
+        scheduler=policy.scheduler,
         rate_per_s=rate_per_s,
         slo_ms=basis.slo_ms,
         lag_p99_ms=report.lag_p99_ms,
