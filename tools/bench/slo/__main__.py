@@ -86,6 +86,8 @@ def _run(options: argparse.Namespace, folder: Folder) -> None:
     cells = [cell for cell in in_order(options.rates, options.seeds, options.policies) if not folder.is_done(cell)]
     if not cells:
         return
+    for policy in options.policies:
+        load_profile(policy_of(policy).profile_of(options.profile))  # where it is missing, say so before the first cell
     _say(
         f"{len(cells)} cells to run, about {len(cells) * (options.warmup + options.seconds) / 60:.0f} minutes and more"
     )
@@ -108,7 +110,7 @@ def _run(options: argparse.Namespace, folder: Folder) -> None:
 def _check(options: argparse.Namespace) -> None:
     """Raises ConfigError."""
     for policy in options.policies:
-        load_profile(policy_of(policy).profile_of(options.profile))
+        policy_of(policy)
     if not all(rate > 0 for rate in options.rates):
         raise ConfigError(f"rates: {options.rates} are not all positive")
     for name in ("workers", "seconds", "basis_seconds", "slo_factor", "problems"):
