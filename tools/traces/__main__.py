@@ -57,7 +57,9 @@ def _add_record(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--ignore-eos", action="store_true", help="denoise all output tokens, past the end of the answer"
     )
-    parser.add_argument("--no-opening", action="store_true", help="each threshold throughout a block")
+    parser.add_argument(
+        "--opening-share", type=float, help="of each block, at the highest threshold; 0: none (default: the profile's)"
+    )
     parser.add_argument("--processes", type=int, default=1, help="each with a copy of the model (default: 1)")
     parser.set_defaults(run=_record)
 
@@ -80,7 +82,7 @@ def _record(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         ignore_eos=arguments.ignore_eos,
-        opening=not arguments.no_opening,
+        opening_share=arguments.opening_share,
         num_processes=arguments.processes,
     )
     try:

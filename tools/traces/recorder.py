@@ -22,7 +22,6 @@ from services.denoiser.instance import model_source
 from services.denoiser.lifeline import tie_to_parent
 from services.digest import digest, weights_digest
 from services.gateway.text import TextCodec
-from services.opening import NO_OPENING
 from services.profile import Profile, load_profile
 from services.settings import ConfigError
 from tools.tiny_model.tasks import Split
@@ -53,7 +52,7 @@ class RecordJob:
     max_tokens: int | None = None
     temperature: float | None = None
     ignore_eos: bool = False
-    opening: bool = True  # False: none, whatever the profile says
+    opening_share: float | None = None
     num_processes: int = 1
     prompts_per_shard: int = 16
 
@@ -61,6 +60,8 @@ class RecordJob:
         for name in ("num_prompts", "max_tokens", "num_processes", "prompts_per_shard"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
+        if self.opening_share is not None and not 0.0 <= self.opening_share <= 1.0:
+            raise ConfigError(f"opening_share {self.opening_share:g} is not between 0 and 1")
 
 
 class ShardDone(NamedTuple):
@@ -129,7 +130,9 @@ def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Reco
         caches=list(dict.fromkeys(job.caches or (decoding.cache,))),
         thresholds=thresholds,
         changing=list(dict.fromkeys(job.changing)),
-        opening=decoding.opening if job.opening else NO_OPENING,
+        opening=decoding.opening
+        if job.opening_share is None
+        else msgspec.structs.replace(decoding.opening, share=job.opening_share),
     )
     if recording.max_tokens > profile.limits.max_output_tokens:
         raise ConfigError(f"max_tokens {recording.max_tokens} exceeds the profile's {profile.limits.max_output_tokens}")

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from services.opening import Opening
 from tools.traces.__main__ import main
 from tools.traces.reader import Traces, open_traces
 from tools.traces.summary import describe, describe_replays
@@ -17,11 +18,26 @@ def rows(table: str) -> dict[tuple[str, str], list[str]]:
 def test_record_then_show(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "traces"
     words = ["record", "--profile", f"{profile}", "--out", f"{out}", "--prompts", "3", "--split", "held_out"]
-    main([*words, "--thresholds", "0.2,0.45", "--schedules", "lh,steps", "--caches", "dual,none", "--seed", "5"])
+    main(
+        [
+            *words,
+            "--thresholds",
+            "0.2,0.45",
+            "--schedules",
+            "lh,steps",
+            "--caches",
+            "dual,none",
+            "--seed",
+            "5",
+            "--opening-share",
+            "0.25",
+        ]
+    )
     shown = capsys.readouterr()
     assert "100%, 1 of 1 shards of 128 runs" in shown.err
     recording = open_traces(out).recording
     assert (recording.seed, recording.thresholds, recording.changing) == (5, [0.2, 0.45], ["lh", "steps"])
+    assert recording.opening == Opening(share=0.25, threshold=0.3)
     assert (recording.source, recording.caches) == ("built-in tasks, held_out", ["dual", "none"])
 
     main(["show", f"{out}", "--replay", "2", "--profile", f"{profile}"])
@@ -62,6 +78,7 @@ def test_replays_of_what_they_are_made_from_are_exact_and_others_are_measured(tr
     [
         (["record", "--caches", "some,dual", "--prompts", "1"], "caches: some is not of none, prefix, dual"),
         (["record", "--prompts", "-1"], "num_prompts -1 must be at least 1"),
+        (["record", "--prompts", "1", "--opening-share", "1.5"], "opening_share 1.5 is not between 0 and 1"),
         (["show"], "holds no recording: there is no recording.json"),
     ],
 )
