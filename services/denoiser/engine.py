@@ -23,7 +23,7 @@ this rank, d width.
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -205,6 +205,7 @@ class Engine:
             device=model.device,
         )
         self.forward = forward_of(model, self.pool)  # the model's `hidden`
+        self.on_forward: Callable[[], object] = lambda: None  # called as each forward pass begins, and within its time
         self._running: dict[str, _Running] = {}  # by arrival
         self._arrivals = 0
         self._limits = BatchLimits(
@@ -309,6 +310,7 @@ class Engine:
             return StepResult(requests=[], tokens_in_pass=0, forward_s=0.0, commit_s=0.0, total_s=0.0)
         batch = self._pack(riders)
         timer = _ForwardTimer(self.model.device)
+        self.on_forward()
         hidden_Md = self.forward(batch)
         timer.stop()
         token_M, confidence_M = self._score(hidden_Md, self._noise(riders), _by_entropy(riders))

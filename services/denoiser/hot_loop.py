@@ -1,11 +1,14 @@
 """The hot loop: the one thread that touches the engine. It never waits for the bus.
 
 Each turn, in this order: take in what was ordered since the last one (assignments, drops, thresholds, releases), run a
-step of the engine, release what finished or left, hand over what was committed. With nothing to run it sleeps until
-something is ordered.
+step of the engine, release what finished or left, put what was committed with the news. With nothing to run it sleeps
+until something is ordered.
 
-Orders come and news go through two deques, whose appends and pops are atomic. The other thread is woken when a block
-ended and otherwise each `hand_over_every_s`, not for every step: a wake-up costs as much as a step's bookkeeping.
+Orders come and news go through two deques, whose appends and pops are atomic. The other thread is woken
+1. when a block ended and otherwise each `hand_over_every_s`, not for every step: a wake-up costs as much as a step's
+   bookkeeping;
+2. as the next forward pass begins, or before a sleep: it works beside kernels then, which do not need the interpreter.
+   Woken between two passes it would take the interpreter first, or the core, and hold up the next pass.
 """
 
 import threading
@@ -65,6 +68,7 @@ class HotLoop:
         self._live: set[str] = set()  # run ids in the engine
         self._letting_go: set[str] = set()
         self._handed_over = 0.0
+        self._news_due = False
         self._turn_ended: float | None = None
 
     def start(self) -> None:
@@ -93,6 +97,7 @@ class HotLoop:
         try:
             torch.set_num_threads(self._threads)
             engine = self._build_engine()
+            engine.on_forward = self._say_news
             self._on_ready(engine)
             while not self._stopping:
                 self._take_in(engine)
@@ -105,6 +110,7 @@ class HotLoop:
 
     def _sleep(self) -> None:
         self._turn_ended = None
+        self._say_news()
         if not self._orders:
             self._wake.wait()
         self._wake.clear()  # before the orders are read: one that comes now is read, or wakes us again
@@ -163,11 +169,16 @@ class HotLoop:
         self._news.append(Pass(result, frozenset(left), started, ended, overhead_s))
         if block_done or ended - self._handed_over >= self._hand_over_every_s:
             self._handed_over = ended
-            self._on_news()
+            self._news_due = True
 
     def _hand_over(self, news: News) -> None:
         self._news.append(news)
-        self._on_news()
+        self._news_due = True
+
+    def _say_news(self) -> None:
+        if self._news_due:
+            self._news_due = False
+            self._on_news()
 
 
 def _job(order: Admit) -> Job:

@@ -53,6 +53,7 @@ class SleepingLoop(HotLoop):
                 ended = time.monotonic()
                 self._note(engine, self._engine.step(ended - self._began), self._began, ended)
             self._take_in(engine)
+            self._say_news()
             self._timer, self._began = None, 0.0
             if self._live:
                 self._began = time.monotonic()

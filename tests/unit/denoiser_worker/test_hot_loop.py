@@ -115,6 +115,16 @@ def test_a_run_is_stepped_to_its_end_and_then_leaves_the_engine(model_folder: Pa
     bench.end()
 
 
+def test_news_are_told_as_the_next_pass_begins_and_before_a_sleep(bench: Bench) -> None:
+    told = bench.called
+    bench.loop.tell(admit(threshold=0.0))  # a block a step
+    for steps in range(4):
+        assert told._value == max(0, steps - 1), "the next step waits for its permission: its pass has not begun"
+        bench.step()
+        assert bench.passes()[-1].result.requests[0].block_done
+    bench.until(lambda: told._value == 4)
+
+
 def test_an_order_is_obeyed_before_the_next_step(bench: Bench) -> None:
     bench.loop.tell(admit("a"))
     bench.step()
