@@ -76,10 +76,15 @@ class Runtime:
         task.add_done_callback(self._ended)
         return task
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the process, as if a task had raised this."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None and not self._failed.done():
-            self._failed.set_exception(task.exception())  # type: ignore[arg-type]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
 
     async def until_stopped(self) -> None:
         """Returns when the process is asked to stop. Raises what a background task raised."""

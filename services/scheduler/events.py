@@ -145,7 +145,7 @@ Event: TypeAlias = (
     | Tick
 )
 
-_ORDER: tuple[type[Event], ...] = (
+_IN_ORDER: tuple[type[Event], ...] = (
     Reconnected,
     LoadStateSeen,
     StatusSeen,
@@ -163,11 +163,15 @@ _ORDER: tuple[type[Event], ...] = (
     CaughtUp,
     Tick,
 )
+_ORDER = {kind: place for place, kind in enumerate(_IN_ORDER)}
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
     """Events of one moment in an order of their own; those of one sender or stream stay in its order."""
-    return sorted(events, key=lambda event: (_ORDER.index(type(event)), _place(event)))
+    events = list(events)
+    if len(events) == 1:
+        return events
+    return sorted(events, key=lambda event: (_ORDER[type(event)], _place(event)))
 
 
 def _place(event: Event) -> tuple[float, str, str]:

@@ -134,7 +134,7 @@ class Instance:
 
     def step_ms_with(self, load: PassLoad, latency: LatencyProfile, steps_per_block: float) -> float:
         """The same with a request of that `mean_pass` added."""
-        prices = self._priced(latency, steps_per_block)
+        prices = self._prices or self._priced(latency, steps_per_block)
         return self.latency_ratio * prices.cost.ms(prices.load.plus(load))
 
     def step_ms_with_one_more(self, latency: LatencyProfile, steps_per_block: float) -> float:

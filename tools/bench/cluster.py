@@ -10,6 +10,7 @@
    between reports, looks for moves and load control take so many times as long. What a service needs of a core at the
    design's rate is then what it needed for each step, times that rate, and what it needs without any request. Of what
    goes by the clock all the same (statuses, repetitions) that counts some twice.
+   So it is also measured how the scheduler alone does at four times the rate: the others leave it that much room.
 5. The streams lie in memory. On a disk that is synced each write, a few hundred records a second are all that a laptop
    stores; a cluster of this size has three nats-servers that replicate instead.
 """
@@ -57,7 +58,7 @@ from tools.up.plan import processes_of
 
 PROFILE, PREDICTOR = Path("profiles/llada-8b-h100"), Path("profiles/tiny-cpu")
 STEPS_PER_S = 50.0  # of each request, by the design's budget
-MEASURED = ("scheduler", "threshold-controller", "step-predictor")
+MEASURED = {"scheduler": "acting", "threshold-controller": "ready: ", "step-predictor": "ready: "}  # and their log then
 
 _GATEWAY = "bench"
 _SLOS_S = (3.0, 6.0)  # evenly spread between, in time that is not stretched
@@ -70,9 +71,10 @@ class ClusterJob(NamedTuple):
 
     instances: int = 128
     requests: int = 8  # of each instance, on the mean
-    slower: float = 8.0
-    seconds: float = 40.0  # measured
+    slower: float = 16.0
+    seconds: float = 30.0  # measured
     fleets: int = 1  # processes of simulated instances
+    services: tuple[str, ...] = tuple(MEASURED)
     idle_s: float = 4.0  # measured without requests, before
     silence: bool = False  # in the middle of it one instance is killed, and nobody says so
 
@@ -158,20 +160,20 @@ class _Stack(NamedTuple):
 @contextlib.contextmanager
 def _running(job: ClusterJob, profile: Path, data: Path) -> Iterator[_Stack]:
     """Raises RuntimeError where it does not start."""
-    nats_port, monitor_port, *metrics_ports = free_ports(2 + len(MEASURED) + job.fleets)
+    nats_port, monitor_port, *metrics_ports = free_ports(2 + len(job.services) + job.fleets)
     config = UpConfig(nats_port=nats_port, profile=str(profile), data=str(data))
     beside_python = Path(sys.executable).with_name("nats-server")
     nats_server = str(beside_python) if beside_python.exists() else shutil.which("nats-server") or "nats-server"
     wanted = {p.name: p for p in processes_of(config, nats_server, has_predictor=True)}
     fleets = [f"fleet-{number}" for number in range(job.fleets)]
-    ports = dict(zip((*MEASURED, *fleets), metrics_ports, strict=True))
+    ports = dict(zip((*job.services, *fleets), metrics_ports, strict=True))
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TEDISERVE_")},
         "TEDISERVE_NATS_STORAGE": "memory",  # rule 5
         "TEDISERVE_NATS_MAX_OPEN_REQUESTS": str(max(4096, 2 * job.instances * job.requests)),
         "TEDISERVE_SCHEDULER_MOVE_EVERY_S": str(0.1 * job.slower),
         "TEDISERVE_THRESHOLD_CONTROLLER_LOAD_EVERY_S": str(0.05 * job.slower),
-        **{f"TEDISERVE_{name.replace('-', '_').upper()}_METRICS_PORT": str(ports[name]) for name in MEASURED},
+        **{f"TEDISERVE_{name.replace('-', '_').upper()}_METRICS_PORT": str(ports[name]) for name in job.services},
         "OMP_NUM_THREADS": "1",
     }
     running: dict[str, subprocess.Popen[bytes]] = {}
@@ -182,7 +184,7 @@ def _running(job: ClusterJob, profile: Path, data: Path) -> Iterator[_Stack]:
 
     try:
         start("nats", (*wanted["nats"].command, "-m", str(monitor_port)), {})
-        for name in MEASURED:
+        for name in job.services:
             start(name, wanted[name].command, wanted[name].environment)
         shares = [job.instances * n // job.fleets for n in range(job.fleets + 1)]
         for number, name in enumerate(fleets):
@@ -190,7 +192,7 @@ def _running(job: ClusterJob, profile: Path, data: Path) -> Iterator[_Stack]:
             command += ["--instances", str(shares[number + 1] - shares[number]), "--slower", str(job.slower)]
             command += ["--metrics-port", str(ports[name])]
             start(name, command, {"TEDISERVE_NATS_URL": config.nats_url})
-        marks = {"threshold-controller": "ready: ", "step-predictor": "ready: "} | dict.fromkeys(fleets, READY)
+        marks = {name: MEASURED[name] for name in job.services} | dict.fromkeys(fleets, READY)
         _wait_until_ready(running, data, marks)
         yield _Stack(
             nats_url=config.nats_url,
@@ -536,15 +538,20 @@ def print_cluster(done: Measured) -> None:
         print(f"| {s.name} | {s.idle:.1%} | {s.busy:.1%} | {full_share} | {kept} |")
     print("\n| what | p50 ms | p95 ms | p99 ms |")
     print("|---|---|---|---|")
-    for what, waits in {
+    times = {
         **done.deciding,
         "request handed in to instance has it": done.placed,
         "status of an instance to the scheduler": done.status_lag,
         "a message to oneself (bus)": done.bus,
-    }.items():
-        print(f"| {what} | {waits} |")
-    print("\nMessages a second: " + ", ".join(f"{what} {rate:,.0f}" for what, rate in done.rates.items()) + ".")
-    print(f"Passes took {done.stretch - 1:.1%} longer than they should have: how far the fleet itself lagged.")
+    }
+    for what, waits in times.items():
+        if not math.isnan(waits.p50):
+            print(f"| {what} | {waits} |")
+    print("\nMessages a second: " + ", ".join(f"{what} {rate:,.0f}" for what, rate in done.rates.items() if rate) + ".")
+    print(
+        f"Passes took {done.stretch - 1:.1%} longer than they should have: how far the fleet itself lagged.\n",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -558,10 +565,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=defaults.seconds, help="measured (default: %(default)g)")
     parser.add_argument("--fleets", type=int, default=defaults.fleets, help="processes of instances (default: 1)")
     parser.add_argument("--silence", action="store_true", help="one instance falls silent in the middle of it")
-    options = parser.parse_args()
-    job = ClusterJob(**vars(options))
+    parser.add_argument(
+        "--services", nargs="+", choices=MEASURED, help="(default: all, then the scheduler alone, four times as fast)"
+    )
+    options = vars(parser.parse_args())
+    if options["services"]:
+        jobs = [ClusterJob(**options)]
+    else:
+        job = ClusterJob(**(options | {"services": tuple(MEASURED)}))
+        jobs = [job, job._replace(services=("scheduler",), slower=job.slower / 4, seconds=job.seconds / 2)]
     print(f"Hardware: {describe_machine()}. Profile: {PROFILE}.\n")
-    print_cluster(asyncio.run(measure_cluster(job)))
+    for job in jobs:
+        print_cluster(asyncio.run(measure_cluster(job)))
 
 
 if __name__ == "__main__":
