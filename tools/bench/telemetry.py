@@ -5,9 +5,10 @@
    which gets faster or slower does so for both.
 2. Each pair starts its stacks anew, the one or the other first. So pairs are independent: the luck that a start brings
    is in their scatter, and not taken for an effect.
-3. Work is equal: the same prompts, greedily, at a pinned threshold. What counts is the time that it takes, and beside
-   it the processor time of all processes of the stack, the collector's included: other tenants matter less.
-4. Spans are sent ten times as often as by default, so that nearly all are sent in their own side's turn.
+3. Work is equal: the same prompts, greedily, at a pinned threshold. What counts is the time that it takes.
+4. Settings are the defaults. So spans are sent in whoever's turn it is: a few milliseconds every five seconds, about a
+   thousandth. Of processor time nothing goes astray: what the processes of one stack, and the collector, take from a
+   pair's first turn to its last is compared with what the other's take. Both are idle for about as long.
 5. The loss of a pair is 1 - (time off / time on). Its upper bound is Student's, over all pairs, of the logarithms.
 6. Of a step of the worker is compared what goes by outside forward pass and commit: spans are made by another thread of
    the worker's process, which holds up the hot loop's where they meet.
@@ -46,7 +47,6 @@ LOSS_BUDGET = 0.03
 STEP_BUDGET_US = 50.0
 
 _THRESHOLD = 0.9
-_SEND_EVERY_S = 0.5
 _IN_FLIGHT = 4
 _BATCH = 1_000  # spans made before it is waited until they are sent: fewer than may wait
 _BATCHES = 10
@@ -57,7 +57,7 @@ class Part(NamedTuple):
     """What some work took. Such are added up field by field."""
 
     seconds: float
-    cpu_s: float  # processor time of all processes
+    cpu_s: float  # processor time of all processes; `on`'s is `off`'s and what its stack took more in the whole pair
     tokens: float
     steps: float  # of the engine
     request_steps: float  # of all requests: those that share a step of the engine count each
@@ -125,9 +125,9 @@ class _Side:
         self._processes = processes
 
     def run(self) -> Part:
-        before, cpu_before = self._counters(), self._cpu_s()
+        before, cpu_before = self._counters(), self.cpu_s()
         done = measure_throughput(self._url, self._requests, _IN_FLIGHT, threshold=_THRESHOLD)
-        cpu_after, after = self._cpu_s(), self._counters()
+        cpu_after, after = self.cpu_s(), self._counters()
         grown = {name: after[name] - before.get(name, 0.0) for name in after}
         seconds = self._requests / done.requests_per_s
         return Part(
@@ -140,7 +140,8 @@ class _Side:
             spans=grown.get("tediserve_telemetry_spans_total made", 0.0),
         )
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
+        """Processor time so far, of all processes."""
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
     def _counters(self) -> dict[str, float]:
@@ -165,7 +166,6 @@ def _sides(
             settings = {"TEDISERVE_WORKER_METRICS_PORT": str(port)}
             if is_on:
                 settings["TEDISERVE_TELEMETRY_ENDPOINT"] = collector_url
-                settings["TEDISERVE_TELEMETRY_SEND_EVERY_S"] = str(_SEND_EVERY_S)
             others = set(psutil.Process().children(recursive=True))
             url, _ = stack.enter_context(running_stack(profile, workers=1, environment=settings))
             processes = set(psutil.Process().children(recursive=True)) - others
@@ -181,11 +181,14 @@ def measure_pair(
     """`turns` of each side, which follow each other so that both have the same share of any even trend."""
     parts: dict[bool, list[Part]] = {False: [], True: []}
     with _sides(profile, requests, collector_url, collector_pid, on_first=on_first) as sides:
+        more_cpu_s = sides[False].cpu_s() - sides[True].cpu_s()
         for turn in range(turns):
             first = on_first != bool(turn.bit_count() % 2)
             for is_on in (first, not first):
                 parts[is_on].append(sides[is_on].run())
-    return Pair(off=total(parts[False]), on=total(parts[True]))
+        more_cpu_s += sides[True].cpu_s() - sides[False].cpu_s()
+    off = total(parts[False])
+    return Pair(off=off, on=total(parts[True])._replace(cpu_s=off.cpu_s + more_cpu_s))
 
 
 # --- alone --------------------------------------------------------------------------------------------------------
