@@ -1,5 +1,6 @@
 """Traces: free when off; when on, a tree whose times, parents and names are what was said. The collector is real."""
 
+import ssl
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -18,6 +20,7 @@ from services import otlp, telemetry
 from services.bus import new_trace_parent, trace_parent
 from services.settings import ConfigError, load_section
 from services.telemetry import TelemetrySettings
+from tests.certificates import write_certificate
 from tests.otlp_receiver import Receiver, receiver, value_of
 from tests.processes import ROOT, plain_environment
 from tests.waiting import wait_until
@@ -208,6 +211,27 @@ def test_a_process_says_what_opentelemetrys_variables_say(
         }.items()
     )
     assert collector.only("call").resource["k8s.pod.name"] == "gateway-0"
+
+
+def test_over_https_spans_go_only_to_a_collector_that_is_trusted(
+    turn_on: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    settings = write_certificate(tmp_path, authority)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(settings["tls_certificate"], settings["tls_key"])
+    with receiver(tls) as collector:
+        failed = outcome("failed")
+        turn_on(endpoint=collector.url)
+        telemetry.begin("of an authority that nobody knows").end()
+        telemetry.shut_down()
+        assert (collector.batches, outcome("failed") - failed) == ([], 1)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+        turn_on(endpoint=collector.url)
+        telemetry.begin("call").end()
+        telemetry.shut_down()
+        assert [span.name for span in collector.spans] == ["call"]
 
 
 # --- a collector that fails ---
