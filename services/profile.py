@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from contracts.messages import CacheMode, Positive, Probability
-from services.opening import Opening
+from services.opening import NO_OPENING, Opening
 from services.settings import ConfigError
 
 Tier = Literal["flex", "default", "priority"]
@@ -43,7 +43,7 @@ class Decoding(Section, frozen=True, kw_only=True):
     @property
     def opening(self) -> Opening:
         """Of the blocks of requests without a pin."""
-        return Opening(share=self.opening_share, threshold=self.threshold)
+        return Opening(share=self.opening_share, threshold=self.threshold) if self.opening_share else NO_OPENING
 
     @property
     def mean_steps(self) -> tuple[float, ...]:

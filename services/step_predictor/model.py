@@ -9,8 +9,9 @@ the trees say:
    each step commits one;
 3. the upper bound: the mean times a factor, the quantile of true / predicted over requests that the trees had not
    seen, by predicted steps and by whether the end is in sight (split conformal).
-4. A predictor for another model, block size, threshold or other weights than the profile's is refused: a wrong forecast
-   looks like a right one, while the profile's mean steps, by which the controller goes without one, claim nothing.
+4. A predictor for another model, block size, opening, threshold or other weights than the profile's is refused: a
+   wrong forecast looks like a right one, while the profile's mean steps, by which the controller goes without one, claim
+   nothing.
 """
 
 import logging
@@ -24,6 +25,7 @@ import onnxruntime
 
 from contracts import messages as m
 from services.digest import weights_digest
+from services.opening import NO_OPENING, Opening
 from services.profile import Profile
 from services.settings import ConfigError
 from services.step_predictor.config import CARD_FILE, MODEL_FILE
@@ -85,6 +87,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str  # that was recorded
     weights: str  # hash of its files
     block_size: int
+    opening: Opening = NO_OPENING  # of the recorded blocks
     thresholds: list[float]  # that were recorded
     trained_on: dict[str, Any]  # prompts and rows
     first: list[FirstForecast]
@@ -181,6 +184,11 @@ def _check_fit(path: Path, card: Card, profile: Profile) -> None:
             f"{path} was trained for {card.model} with blocks of {card.block_size}, the profile"
             f" serves {profile.model} with blocks of {decoding.block_size}"
         )
+    if card.opening != decoding.opening:
+        raise ConfigError(
+            f"{path} was trained with {_in_words(card.opening)}, the profile serves with {_in_words(decoding.opening)}:"
+            " record and train anew, as docs/step_predictor.md says"
+        )
     if unknown := [threshold for threshold in decoding.thresholds if threshold not in card.thresholds]:
         raise ConfigError(
             f"{path} was trained at the thresholds {card.thresholds}, the profile also has {unknown}: record runs at"
@@ -197,6 +205,10 @@ def _check_fit(path: Path, card: Card, profile: Profile) -> None:
             f"{path} was trained for the weights {card.weights}, those in {profile.weights_folder} are {weights}:"
             " record and train anew, as docs/step_predictor.md says"
         )
+
+
+def _in_words(opening: Opening) -> str:
+    return f"an opening of {opening.share:g} at {opening.threshold:g}" if opening.share else "no opening"
 
 
 def bounded(

@@ -76,6 +76,7 @@ def train(traces: Traces, out: Path, num_threads: int = 1) -> Card:
         model=recording.model,
         weights=recording.weights,
         block_size=recording.block_size,
+        opening=recording.opening,
         thresholds=recording.thresholds,
         trained_on={"source": recording.source, "prompts": len(prompts), "rows": len(rows)},
         first=first_forecasts(rows, recording.thresholds),

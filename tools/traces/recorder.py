@@ -105,6 +105,8 @@ def _asked(job: RecordJob, codec: TextCodec) -> list[Asked]:
 
 def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Recording:
     decoding = profile.decoding
+    if job.opening_share is not None:
+        decoding = msgspec.structs.replace(decoding, opening_share=job.opening_share)
     thresholds = sorted(set(job.thresholds or decoding.thresholds))
     try:
         for value in thresholds:
@@ -130,9 +132,7 @@ def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Reco
         caches=list(dict.fromkeys(job.caches or (decoding.cache,))),
         thresholds=thresholds,
         changing=list(dict.fromkeys(job.changing)),
-        opening=decoding.opening
-        if job.opening_share is None
-        else msgspec.structs.replace(decoding.opening, share=job.opening_share),
+        opening=decoding.opening,
     )
     if recording.max_tokens > profile.limits.max_output_tokens:
         raise ConfigError(f"max_tokens {recording.max_tokens} exceeds the profile's {profile.limits.max_output_tokens}")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts import messages as m
+from services.opening import NO_OPENING, Opening
 from services.settings import ConfigError
 from services.step_predictor.config import CARD_FILE, MODEL_FILE
 from services.step_predictor.features import FEATURES, THRESHOLD, feature_rows
@@ -27,9 +28,13 @@ def model() -> StepModel:
 
 
 def profile_at(
-    folder: Path, model: str = "test-model", block_size: int = 16, thresholds: tuple[float, ...] = THRESHOLDS
+    folder: Path,
+    model: str = "test-model",
+    block_size: int = 16,
+    thresholds: tuple[float, ...] = THRESHOLDS,
+    opening: Opening = NO_OPENING,
 ) -> SimpleNamespace:
-    decoding = SimpleNamespace(block_size=block_size, thresholds=thresholds)
+    decoding = SimpleNamespace(block_size=block_size, thresholds=thresholds, opening=opening)
     return SimpleNamespace(folder=str(folder), model=model, decoding=decoding, weights_folder=folder / "model")
 
 
@@ -159,6 +164,14 @@ def test_a_predictor_of_another_model_is_refused(tmp_path: Path, model: str, blo
     write_card(tmp_path / CARD_FILE, make_card())
     with pytest.raises(ConfigError, match=f"test-model with blocks of 16, the profile serves {model}"):
         StepModel.of(profile_at(tmp_path, model, block_size))  # type: ignore[arg-type]
+
+
+def test_a_predictor_for_another_opening_is_refused(tmp_path: Path) -> None:
+    third = Opening(share=0.3, threshold=0.9)
+    write_predictor(tmp_path, opening=third)
+    with pytest.raises(ConfigError, match=r"with an opening of 0\.3 at 0\.9, the profile serves with no opening"):
+        StepModel.of(profile_at(tmp_path))  # type: ignore[arg-type]
+    StepModel.of(profile_at(tmp_path, opening=third))  # type: ignore[arg-type]
 
 
 def test_a_predictor_for_other_weights_is_refused_by_both_hashes(
