@@ -16,6 +16,8 @@ from tools.experiments.recordings import ROOT
 from tools.experiments.setups import SETUPS
 from tools.traces.recorder import ProcessLost
 
+MINUTES = 75  # of the two-hour trace: more would take more than all else together
+
 
 def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line (or these words) and run the command."""
@@ -42,8 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     only.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder (default: docs)")
     only.set_defaults(run=lambda arguments: report.write(arguments.docs))
     validate.add_command(commands)
-    diurnal_command.add_command(commands, report.write)
+    diurnal_command.add_command(commands, report.write, _tell)
     return parser
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _add_sweep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, about: str) -> None:
@@ -56,6 +62,8 @@ def _add_sweep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", 
     add("--anew", action="store_true", help="also what is there of today's code")
     add("--processes", type=int, default=2, help="(default: 2)")
     add("--docs", type=Path, default=ROOT / "docs", help="folder of RESULTS.md (default: docs)")
+    if name == "all":
+        add("--minutes", type=int, default=MINUTES, help=f"of the two-hour trace; 0: none (default: {MINUTES})")
     parser.set_defaults(run=_sweep, experiment=name)
 
 
@@ -67,15 +75,17 @@ def _sweep(arguments: argparse.Namespace) -> None:
         systems = arguments.systems or (point.system,)
         return point.setup in arguments.setups and point.system in systems and point.seed < arguments.seeds
 
-    sweep.sweep(
+    works = sweep.point_works(
         experiments,
         arguments.docs / "results",
-        processes=arguments.processes,
         requests=arguments.requests,
         is_wanted=is_wanted,
         anew=arguments.anew,
-        tell=lambda text: print(text, file=sys.stderr, flush=True),
     )
+    if arguments.experiment == "all" and arguments.minutes:
+        works += diurnal_command.trace_works(arguments.docs, arguments.minutes, anew=arguments.anew)
+        works += diurnal_command.layouts_works(arguments.docs)
+    sweep.run_all(works, arguments.processes, _tell)
     report.write(arguments.docs)
 
 

@@ -29,9 +29,19 @@ _CODE = (
     "tools/simulate/published/*",
     "tools/traces/replay.py",
     "tools/experiments/setups.py",
+    "services/opening.py",
     "profiles/*/latency.json",
     "profiles/*/profile.toml",
     "profiles/*/step_predictor.*",
+)
+_CODE_OF_LAYOUTS = (
+    *_CODE,
+    "services/denoiser/agent_policy.py",
+    "services/reconfigurator/*.py",
+    "services/workload_monitor/*.py",
+    "tools/experiments/diurnal.py",
+    "tools/experiments/diurnal_layouts.py",
+    "tools/experiments/published_diurnal.json",
 )
 _MEASURED = (
     "requests",
@@ -84,9 +94,10 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         return self.setup, self.system, self.rate, self.slo_factor, self.seed
 
 
-def code_digest() -> str:
-    """Of what rows depend on."""
-    return digest(path for pattern in _CODE for path in sorted(ROOT.glob(pattern)))
+def code_digest(*, layouts: bool = False) -> str:
+    """Of what rows depend on, or (`layouts`) runs in which the layout follows the load."""
+    patterns = _CODE_OF_LAYOUTS if layouts else _CODE
+    return digest(path for pattern in patterns for path in sorted(ROOT.glob(pattern)))
 
 
 def run(point: Point, requests: int | None, code: str) -> Cell:

@@ -3,17 +3,21 @@ planner makes of the same day at other rates.
 
 Published are the arrivals of each minute, the attainment of each three minutes, and the SLO of 12.5 s, on 16 GH200.
 Neither the lengths of the requests nor the latency curves of that run are. So:
+0. Half of that cluster is simulated, two nodes of four GPUs, under half the arrivals: it takes half as long.
 1. Lengths are made up: log-normal, with the means that vLLM's authors published for ShareGPT (161 tokens of prompt, 338
    of output), outputs of at most 1,024 tokens. Steps a block are those that were counted on GSM8K.
-2. Latencies are those that were published for H100. One number stands for all that is not known: `EXTRA_STEP_MS`, what
-   each step costs in its pass, the same for all systems and known to all policies. It is fitted to one thing: INFaaS
-   keeps up until about 15 requests/s, as published. What is to be seen is whether the other systems then do what was
-   published of them.
-3. The published baselines dropped who waited past the deadline; `infaas-drop` and `llumnix-drop` do.
+2. Latencies at TP-1 are those that were published for H100. One number stands for all that is not known:
+   `EXTRA_STEP_MS`, what each step costs in its pass, the same for all systems and known to all policies. It is fitted
+   to one thing: INFaaS keeps up until about 15 requests/s on 16 GPUs, as published. What is to be seen is whether the
+   other systems then do what was published of them.
+3. At TP-2 and TP-4 all takes the share of that time which the authors measured with CUDA graphs and a cache
+   (`TP_EFFECT`). By the H100 curves, which are of before that, higher degrees make cache steps no faster.
+4. A launch takes `LAUNCH_S`: the published change of eight launches, one after the other, took 2.5 to 3 minutes.
+5. The published baselines dropped who waited past the deadline; `infaas-drop` and `llumnix-drop` do.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -35,8 +39,10 @@ PUBLISHED = Path(__file__).parent / "published_diurnal.json"
 PROFILE = Path("profiles/llada-8b-h100")
 SLO_S = 12.5
 EXTRA_STEP_MS = 7.0
-GPUS = 16
-LAUNCH_S = 150.0  # published: 2.5 to 3 minutes
+TP_EFFECT = ((2, 0.8548), (4, 0.6994))  # rule 3: github.com/tauChang/TeDiServe, plot/tp_effect/plot.py@4b80d786
+SCALE = 0.5  # rule 0
+NODES, DEVICES = 2, 4
+LAUNCH_S = 20.0  # rule 4
 LOW_MINUTES = 45  # the paper's low-load period
 _PROMPTS, _OUTPUTS = (161.0, 1.6), (338.0, 0.7)  # mean, and sigma of a log-normal distribution; tokens
 _NUM_LENGTHS = 2048
@@ -44,7 +50,7 @@ _FIRST_S = 1.0  # that the simulator waits before the first arrival
 
 
 class Variant(NamedTuple):
-    """A system, on a layout that follows the load or stays at 16 times TP-1."""
+    """A system, on a layout that follows the load or stays at TP-1 everywhere."""
 
     system: str
     reconfigures: bool = False
@@ -56,15 +62,17 @@ class Variant(NamedTuple):
 
 VARIANTS = (
     Variant("tedi", True),
-    Variant("tedi"),
     Variant("paper", True),
-    Variant("paper"),
+    Variant("tedi"),
     Variant("infaas-drop"),
     Variant("llumnix-drop"),
     Variant("infaas"),
     Variant("llumnix"),
     Variant("proteus"),
 )
+
+
+MAIN = tuple(one for one in VARIANTS if one.system not in ("infaas", "llumnix"))  # as the authors ran them, and ours
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,11 +118,23 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     variant: str
     minutes: int  # of the trace, from its beginning
     seed: int
-    extra_step_ms: float
     periods: dict[str, Period]  # all, low, high
     bins: list[Period]
     changes: list[Change]  # of the layout
     decisions: list[Decision]
+    code: str  # digest of the code that it is of
+
+
+class Errand(NamedTuple):
+    """A run that is wanted."""
+
+    variant: Variant
+    minutes: int
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.variant.name, self.minutes, self.seed
 
 
 def read_published() -> Published:
@@ -139,36 +159,39 @@ def made_up_lengths(seed: int = 0) -> tuple[Lengths, ...]:
 
 
 def job_of(variant: Variant, minutes: int, seed: int) -> Job:
-    fleet = FleetSetting(launch_s=LAUNCH_S, reconfigurator=ReconfiguratorConfig()) if variant.reconfigures else None
+    fleet = None
+    if variant.reconfigures:
+        fleet = FleetSetting(NODES, DEVICES, launch_s=LAUNCH_S, reconfigurator=ReconfiguratorConfig())
     return Job(
         profile=PROFILE,
         system=variant.system,
         workload="gsm8k",
-        phases=tuple(Phase(rate, 60.0) for rate in read_published().arrivals_rps[:minutes]),
-        tp_degrees=(1,) * GPUS,
+        phases=tuple(Phase(SCALE * rate, 60.0) for rate in read_published().arrivals_rps[:minutes]),
+        tp_degrees=(1,) * (NODES * DEVICES),
         slo_s=SLO_S,
         lengths=made_up_lengths(),
         step_overhead_s=0.0,
         extra_step_ms=EXTRA_STEP_MS,
+        tp_effect=TP_EFFECT,
         seed=seed,
         fleet=fleet,
     )
 
 
-def run(variant: Variant, minutes: int, seed: int) -> Run:
-    """Raises ConfigError."""
-    return run_of(variant, minutes, seed, simulate(job_of(variant, minutes, seed)))
+def run(errand: Errand, code: str) -> Run:
+    """`code`: the digest that it gets. Raises ConfigError."""
+    return run_of(errand, simulate(job_of(*errand)), code)
 
 
-def run_of(variant: Variant, minutes: int, seed: int, result: Result) -> Run:
+def run_of(errand: Errand, result: Result, code: str) -> Run:
     """What came of it."""
+    minutes = errand.minutes
     width = read_published().bin_minutes
     periods = {"all": (0, minutes), "low": (0, min(LOW_MINUTES, minutes)), "high": (LOW_MINUTES, minutes)}
     return Run(
-        variant=variant.name,
+        variant=errand.variant.name,
         minutes=minutes,
-        seed=seed,
-        extra_step_ms=EXTRA_STEP_MS,
+        seed=errand.seed,
         periods={
             name: period for name, (first, last) in periods.items() if (period := _period(result.outcomes, first, last))
         },
@@ -179,6 +202,7 @@ def run_of(variant: Variant, minutes: int, seed: int, result: Result) -> Run:
         ],
         changes=result.changes,
         decisions=result.decisions,
+        code=code,
     )
 
 
@@ -228,18 +252,16 @@ def write_runs(path: Path, runs: Iterable[Run]) -> None:
     path.write_bytes(b"[\n" + b",\n".join(lines) + b"\n]\n")
 
 
-def run_missing(
-    path: Path,
-    variants: Sequence[Variant],
-    minutes: int,
-    seeds: Sequence[int],
-    on_run: Callable[[Run], object] = lambda run: None,
-) -> None:
-    """Runs that the file lacks; each is stored as soon as it is known."""
-    for seed in seeds:
-        for variant in variants:
-            known = {(r.variant, r.minutes, r.seed, r.extra_step_ms) for r in read_runs(path)}
-            if (variant.name, minutes, seed, EXTRA_STEP_MS) not in known:
-                made = run(variant, minutes, seed)
-                write_runs(path, [*read_runs(path), made])
-                on_run(made)
+def missing(path: Path, errands: Sequence[Errand], code: str, *, anew: bool = False) -> list[Errand]:
+    """What the file lacks. Runs of other code, and (`anew`) those that are wanted, are taken out of it."""
+    wanted = {errand.key for errand in errands} if anew else set()
+    found = read_runs(path)
+    still = [one for one in found if one.code == code and (one.variant, one.minutes, one.seed) not in wanted]
+    if still != found:
+        write_runs(path, still)
+    known = {(one.variant, one.minutes, one.seed) for one in still}
+    return [errand for errand in errands if errand.key not in known]
+
+
+def add_run(path: Path, made: Run) -> None:
+    write_runs(path, [*read_runs(path), made])

@@ -5,7 +5,7 @@ the reconfigurator (but for the time that a layout stays at least) answer at onc
 those of diurnal.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from services.workload_monitor.config import WorkloadMonitorConfig
 from services.workload_monitor.policy import RequestSeen, SnapshotDue, WorkloadMonitor
 from tools.experiments import diurnal
 from tools.simulate.fleet import planned
-from tools.simulate.run import dearer
+from tools.simulate.run import supposed
 from tools.simulate.workload import Phase, arrivals
 
 _NODES, _DEVICES = 4, 4
@@ -37,6 +37,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     arrivals_rps: float
     layout: Layout  # from then on
     reason: str  # why it changed, or stayed
+    code: str  # digest of the code that it is of
 
 
 class _Layout:
@@ -79,12 +80,12 @@ def _node_ids() -> list[str]:
     return [f"n{number}" for number in range(_NODES)]
 
 
-def run(peak_rps: int, on_window: Callable[[Window], object] = lambda window: None) -> list[Window]:
-    """The windows of a trace that peaks at so many requests a second."""
+def run(peak_rps: int, code: str) -> list[Window]:
+    """The windows of a trace that peaks at so many requests a second. `code`: the digest that they get."""
     published = diurnal.read_published()
     profile, width_s = load_profile(diurnal.PROFILE), 60.0 * published.window_minutes
     rates = [rate * peak_rps / 10 for rate in published.arrivals_rps_at_peak_10]
-    latency = load_latency(profile.latency_file)
+    latency = supposed(load_latency(profile.latency_file), 0.0, diurnal.EXTRA_STEP_MS, diurnal.TP_EFFECT)
     monitor = WorkloadMonitor(WorkloadMonitorConfig(), profile.model, began_at=0.0)
     layout, found = _Layout(), []
     asked = _requests(profile, [Phase(rate, width_s) for rate in rates])
@@ -96,11 +97,16 @@ def run(peak_rps: int, on_window: Callable[[Window], object] = lambda window: No
             arrival = next(asked, None)
         (said,) = monitor.handle(SnapshotDue(end), end)
         reason = _plan(profile, latency, layout, said.snapshot)
-        window = Window(
-            peak_rps=peak_rps, number=number, arrivals_rps=round(rate, 4), layout=layout.counts, reason=reason
+        found.append(
+            Window(
+                peak_rps=peak_rps,
+                number=number,
+                arrivals_rps=round(rate, 4),
+                layout=layout.counts,
+                reason=reason,
+                code=code,
+            )
         )
-        found.append(window)
-        on_window(window)
     return found
 
 
@@ -130,10 +136,7 @@ def _plan(profile: Profile, latency: LatencyProfile, layout: _Layout, snapshot: 
         node_id: m.NodeStatus(node_id=node_id, sent_at=0.0, instances=[], devices=list(range(_DEVICES)), planned=True)
         for node_id in _node_ids()
     }
-    degrees = [
-        DegreeProfile(tp_degree=degree, cost=dearer(latency.cost(degree), 0.0, diurnal.EXTRA_STEP_MS))
-        for degree in latency.degrees
-    ]
+    degrees = [DegreeProfile(tp_degree=degree, cost=latency.cost(degree)) for degree in latency.degrees]
     problem = problem_of(profile, degrees, Planning(), snapshot=snapshot, plan=layout.plan(), nodes=status)
     assert problem is not None, "there are nodes"
     made = planned(problem)
@@ -163,9 +166,14 @@ def write_windows(path: Path, windows: Sequence[Window]) -> None:
     path.write_bytes(b"[\n" + b",\n".join(lines) + b"\n]\n")
 
 
-def run_missing(path: Path, on_window: Callable[[Window], object] = lambda window: None) -> None:
-    """Peaks that the file lacks; each is stored as soon as it is known."""
-    for peak_rps in diurnal.read_published().peaks:
-        known = read_windows(path)
-        if all(window.peak_rps != peak_rps for window in known):
-            write_windows(path, [*known, *run(peak_rps, on_window)])
+def missing(path: Path, code: str) -> list[int]:
+    """Peaks that the file lacks. Windows of other code are taken out of it."""
+    found = read_windows(path)
+    still = [window for window in found if window.code == code]
+    if still != found:
+        write_windows(path, still)
+    return [peak for peak in diurnal.read_published().peaks if all(window.peak_rps != peak for window in still)]
+
+
+def add_windows(path: Path, made: Sequence[Window]) -> None:
+    write_windows(path, [*read_windows(path), *made])

@@ -1,33 +1,41 @@
 """Recordings of the built-in tasks for the experiments, in build/recordings: made where they are missing, and anew
-where they are of other weights."""
+where the profile or its weights are others."""
 
 import shutil
 from collections.abc import Callable
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from services.digest import weights_digest
+from services.digest import digest, weights_digest
 from services.profile import load_profile
 from services.settings import ConfigError
 from tools.traces.reader import read_recording
 from tools.traces.recorder import RecordJob, record
 
 ROOT = Path(__file__).parents[2]
-PROFILE = ROOT / "profiles" / "tiny-cpu"
+PROFILES = ("profiles/tiny-cpu", "profiles/tiny-cpu-plain")
 Kind = Literal["eos", "ignore-eos"]
 _PROMPTS: dict[Kind, int] = {"eos": 200, "ignore-eos": 60}
 
 
-def folder_of(kind: Kind) -> Path:
-    return ROOT / "build" / "recordings" / kind
+def folder_of(kind: Kind, profile: str) -> Path:
+    """`profile`: of PROFILES."""
+    return ROOT / "build" / "recordings" / f"{kind}-{_served(ROOT / profile)[:8]}"
+
+
+@cache
+def _served(profile: Path) -> str:
+    return digest([profile / "profile.toml", *sorted(load_profile(profile).weights_folder.glob("*.safetensors"))])
 
 
 def make_all(processes: int, tell: Callable[[str], None] = lambda text: None) -> None:
     """Raises ConfigError, ProcessLost."""
-    for kind, num_prompts in _PROMPTS.items():
+    for profile, (kind, num_prompts) in product(PROFILES, _PROMPTS.items()):
         job = RecordJob(
-            PROFILE,
-            folder_of(kind),
+            ROOT / profile,
+            folder_of(kind, profile),
             num_prompts,
             split="held_out",
             ignore_eos=kind == "ignore-eos",

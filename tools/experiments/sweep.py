@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from services.denoiser.lifeline import tie_to_parent
 from services.settings import ConfigError
@@ -21,39 +23,63 @@ Tell = Callable[[str], None]
 _COSTLY = ("tedi", "no-", "one-shot", "oracle", "paper")  # systems whose runs take long, by how their names begin
 
 
-def sweep(
+class Work(NamedTuple):
+    """Something to run, in whatever process, and what is to be done with what comes of it, in this one."""
+
+    call: Callable[..., Any]  # that another process can import
+    arguments: tuple[Any, ...]
+    keep: Callable[[Any], str]  # stores the answer; what there is to tell
+    takes: int = 1  # what takes longest begins first: it could not fill a gap at the end
+
+
+def point_works(
     experiments: Sequence[Experiment],
     results: Path,
     *,
-    processes: int = 2,
     requests: int | None = None,
     is_wanted: Callable[[Point], bool] = lambda point: True,
     anew: bool = False,
-    tell: Tell = lambda text: None,
-) -> None:
-    """Rows of other code, of points that are no more, and (`anew`) all that is wanted go first.
-
-    Raises ConfigError; also where a process dies.
-    """
+) -> list[Work]:
+    """What these experiments lack. Rows of other code, of points that are no more, and (`anew`) all that is wanted are
+    taken out of their files. Raises ConfigError."""
     code = code_digest()
-    found: dict[str, list[Cell]] = {}
-    missing: list[Point] = []
+    works = []
     for experiment in experiments:
         path, points = path_of(results, experiment.name), experiment.points()
-        wanted = [point for point in points if is_wanted(point)]
         still = kept(read_cells(path), [p for p in points if not (anew and is_wanted(p))], requests, code)
-        found[experiment.name] = still
-        known = {cell.key for cell in still}
-        missing += [point for point in wanted if point[1:] not in known]
         write_cells(path, still)
-    if any(SETUPS[point.setup].is_recorded for point in missing):
+        known = {cell.key for cell in still}
+        works += [
+            Work(run, (point, requests, code), partial(_keep_cell, path, still, point), _takes(point))
+            for point in points
+            if is_wanted(point) and point[1:] not in known
+        ]
+    return works
+
+
+def needs_recordings(works: Sequence[Work]) -> bool:
+    points = [argument for work in works for argument in work.arguments if isinstance(argument, Point)]
+    return any(SETUPS[point.setup].is_recorded for point in points)
+
+
+def _takes(point: Point) -> int:
+    return 2 if point.system.startswith(_COSTLY) else 1
+
+
+def _keep_cell(path: Path, found: list[Cell], point: Point, cell: Cell) -> str:
+    found.append(cell)
+    write_cells(path, found)
+    return _line(point, cell)
+
+
+def run_all(works: Sequence[Work], processes: int, tell: Tell = lambda text: None) -> None:
+    """Each answer is kept as soon as it is there. Raises ConfigError; also where a process dies."""
+    if needs_recordings(works):
         recordings.make_all(processes, tell)
     started = time.monotonic()
-    missing.sort(key=lambda point: not point.system.startswith(_COSTLY))  # the short ones fill the gaps at the end
-    for number, (point, cell) in enumerate(_run_all(missing, processes, requests, code), start=1):
-        found[point.experiment].append(cell)
-        write_cells(path_of(results, point.experiment), found[point.experiment])
-        tell(f"{time.monotonic() - started:5.0f} s, {number} of {len(missing)}: {_line(point, cell)}")
+    ordered = sorted(works, key=lambda work: -work.takes)
+    for number, (work, answer) in enumerate(_answers(ordered, processes), start=1):
+        tell(f"{time.monotonic() - started:5.0f} s, {number} of {len(works)}: {work.keep(answer)}")
 
 
 def _line(point: Point, cell: Cell) -> str:
@@ -62,16 +88,16 @@ def _line(point: Point, cell: Cell) -> str:
     return f"{where}: {point.system} {in_time} in time"
 
 
-def _run_all(points: Sequence[Point], processes: int, requests: int | None, code: str) -> Iterator[tuple[Point, Cell]]:
+def _answers(works: Sequence[Work], processes: int) -> Iterator[tuple[Work, Any]]:
     """As they are done."""
     if processes == 1:
-        yield from ((point, run(point, requests, code)) for point in points)
+        yield from ((work, work.call(*work.arguments)) for work in works)
         return
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_process, (os.getpid(),))
     try:
-        points_of: dict[Future[Cell], Point] = {pool.submit(run, point, requests, code): point for point in points}
-        for future in as_completed(points_of):
-            yield points_of[future], future.result()
+        work_of: dict[Future[Any], Work] = {pool.submit(work.call, *work.arguments): work for work in works}
+        for future in as_completed(work_of):
+            yield work_of[future], future.result()
     except BrokenProcessPool:
         raise ConfigError("a process of the experiments died; is there memory for so many?") from None
     except BaseException:

@@ -1,6 +1,6 @@
 """One simulation from its parts: what is asked for, made into a cluster, run, and summed up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,6 +56,7 @@ class Job(NamedTuple):
     gateway_s: float = 0.0023  # from a call to its request
     extra_pass_ms: float = 0.0  # on top of the latency profile, for policies as for instances: of a pass,
     extra_step_ms: float = 0.0  # and of each step in it
+    tp_effect: tuple[tuple[int, float], ...] = ()  # TP degree, its passes' time over TP-1's; instead of its own profile
     seed: int = 0
     fleet: FleetSetting | None = None  # None: the instances are there from beginning to end
     asked: tuple[Arrival, ...] | None = None  # instead of random arrivals
@@ -114,15 +115,29 @@ def read_profile(job: Job, cache: CacheMode | None) -> tuple[Profile, LatencyPro
             raise ConfigError(f"thresholds: {unknown[0]:g} is none of the profile's, {decoding.thresholds}")
         chosen = tuple(sorted(set(job.thresholds)))
         decoding = replace(decoding, thresholds=chosen, steps_by_threshold=tuple(means[value] for value in chosen))
-    latency = load_latency(profile.latency_file)
-    if job.extra_pass_ms or job.extra_step_ms:
-        latency = LatencyProfile(
-            {degree: dearer(latency.cost(degree), job.extra_pass_ms, job.extra_step_ms) for degree in latency.degrees}
-        )
+    latency = supposed(load_latency(profile.latency_file), job.extra_pass_ms, job.extra_step_ms, job.tp_effect)
     return replace(profile, decoding=decoding), latency
 
 
-def dearer(cost: PassCost, pass_ms: float, step_ms: float) -> PassCost:
+def supposed(
+    latency: LatencyProfile, extra_pass_ms: float, extra_step_ms: float, tp_effect: Sequence[tuple[int, float]] = ()
+) -> LatencyProfile:
+    """The profile with what a `Job` supposes beyond it."""
+    costs = {degree: _dearer(latency.cost(degree), extra_pass_ms, extra_step_ms) for degree in latency.degrees}
+    return LatencyProfile(costs | {degree: _scaled(costs[1], share) for degree, share in tp_effect})
+
+
+def _scaled(cost: PassCost, share: float) -> PassCost:
+    return PassCost(
+        curve=tuple((tokens, share * ms) for tokens, ms in cost.curve),
+        recompute_step_ms=share * cost.recompute_step_ms,
+        cache_step_ms=share * cost.cache_step_ms,
+        key_ms=share * cost.key_ms,
+        pair_ms=share * cost.pair_ms,
+    )
+
+
+def _dearer(cost: PassCost, pass_ms: float, step_ms: float) -> PassCost:
     """With so many milliseconds more for a pass, and for each step."""
     return replace(
         cost,

@@ -19,11 +19,11 @@ def cell(system: str = "infaas", rate: float = 1.875, seed: int = 0, **changes: 
         "setup": "llada-gsm8k",
         "system": system,
         "rate": rate,
-        "rate_rps": 16 * rate,
+        "rate_rps": 8 * rate,
         "slo_factor": 5.0,
         "slo_s": 9.5,
         "seed": seed,
-        "requests": 1319,
+        "requests": 660,
         "attainment": 0.4,
         "accuracy": 0.78,
         "accuracy_of_met": 0.75,
@@ -99,7 +99,7 @@ def test_right_in_time_is_of_all_requests() -> None:
 
 def test_a_small_run_of_the_real_thing() -> None:
     found = run(Point("rates", "llada-gsm8k", "infaas", 1.0, 5.0, 0), 40, "now")
-    assert (found.requests, found.attainment, found.rate_rps, found.slo_s) == (40, 1.0, 16.0, 9.5)
+    assert (found.requests, found.attainment, found.rate_rps, found.slo_s) == (40, 1.0, 8.0, 9.5)
     assert found.steps_mean == pytest.approx(86, rel=0.15)
     forecast = run(Point("forecasts", "gh200-all", "no-load-control:oracle", 1.0, 5.0, 0), 10, "now")
     assert forecast.system == "no-load-control:oracle"
