@@ -18,97 +18,78 @@ All claims grow with each request, and the shortest of an octave only falls: one
 `paper`: one horizon, the mean SLO weighted by work; and what the first limited one leaves goes to the later ones.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from math import floor, inf, log2
-from operator import sub
-from typing import NamedTuple
+from math import inf
 
-Works = tuple[float, ...]  # instance-seconds of one request, by threshold, never falling; one number if it is pinned
+import numpy as np
+from numpy.typing import NDArray
 
-
-class Reach(NamedTuple):
-    """How far the walk came (rule 3): the highest for all before that place, and this for the one that stands there."""
-
-    place: int
-    threshold: int  # index
-
-
-class Horizons:
-    """The octaves of some horizons."""
-
-    def __init__(self, lengths_s: Iterable[float]) -> None:
-        shortest: dict[int, float] = {}
-        for length_s in set(lengths_s):
-            octave = floor(log2(length_s))
-            shortest[octave] = min(length_s, shortest.get(octave, inf))
-        self._number = {octave: number for number, octave in enumerate(sorted(shortest))}
-        self.lengths_s = [shortest[octave] for octave in self._number]  # ascending
-
-    def number_of(self, lengths_s: Iterable[float]) -> list[int]:
-        """The number of each one's octave."""
-        number = {length_s: self._number[floor(log2(length_s))] for length_s in set(lengths_s)}
-        return [number[length_s] for length_s in lengths_s]
+Works = tuple[float, ...]  # instance-seconds of one request, by threshold, never falling; all alike if it is pinned
+Floats = NDArray[np.float64]  # one of each request
 
 
 class Claims:
     """What requests claim until one horizon is over (rule 1)."""
 
-    def __init__(
-        self,
-        works: Sequence[Works],
-        length_s: float,
-        horizons: Sequence[int] = (),
-        shares: Sequence[float] = (),
-        horizon: int = 0,
-    ) -> None:
-        """By request: its works, its horizon's number, and its share 1 / n of an instance, or 0.
-
-        `horizon`: this one's number. Without numbers no request has a longer one.
-        """
+    def __init__(self, works: Sequence[Works], low: Floats, high: Floats, most: Floats, length_s: float) -> None:
+        """By request: its works, the first and the last of them, and the most that it can claim."""
         self.works, self.length_s = works, length_s
-        if max(horizons, default=horizon) <= horizon:
-            self._most = [inf] * len(works)
-            low = [w[0] for w in works]
-            high = [w[-1] for w in works]
-        else:
-            self._most = [
-                inf if own <= horizon else share * length_s for own, share in zip(horizons, shares, strict=True)
-            ]
-            low = [min(w[0], most) for w, most in zip(works, self._most, strict=True)]
-            high = [min(w[-1], most) for w, most in zip(works, self._most, strict=True)]
-        self.floor_s = sum(low)  # everybody at the lowest
-        self._extra = list(accumulate(map(sub, high, low)))  # by request: up to it, everybody at the highest
+        self._most = most
+        self._low = np.minimum(low, most)
+        self._extra = np.cumsum(np.minimum(high, most) - self._low)  # up to each request, everybody at the highest
+        self.floor_s = float(np.cumsum(self._low)[-1])  # everybody at the lowest
 
     def fits(self, spare_s: float) -> int:
         """How many may have the highest."""
-        return bisect_right(self._extra, spare_s)
+        return int(np.searchsorted(self._extra, spare_s, side="right"))
 
     def after(self, place: int, index: int) -> float:
         """What all up to that one claim beyond the lowest, those before it at the highest."""
-        works, most = self.works[place], self._most[place]
         before = self._extra[place - 1] if place else 0.0
-        return before + (min(works[index], most) - min(works[0], most))
+        return float(before + (min(self.works[place][index], self._most[place]) - self._low[place]))
 
     def demand_s(self, caps: Sequence[int]) -> float:
         """What all claim at these thresholds."""
-        granted = [works[min(cap, len(works) - 1)] for works, cap in zip(self.works, caps, strict=True)]
-        return sum(map(min, granted, self._most))
+        granted = [works[cap] for works, cap in zip(self.works, caps, strict=True)]
+        return float(np.minimum(granted, self._most).sum())
 
 
-def reach(claims: Sequence[Claims], num_instances: float) -> Reach:
-    """The walk (rules 2 and 3). `num_instances` may be less than there are, to see what a reserve would leave."""
+def claims_of(works: Sequence[Works], horizons_s: Sequence[float], shares: Sequence[float]) -> list[Claims]:
+    """By horizon, ascending (rules 1 and 5). By request: its works, horizon, and share 1 / n of an instance, or 0."""
+    low, high = np.array([w[0] for w in works]), np.array([w[-1] for w in works])
+    lengths_s, places = np.array(horizons_s), np.array(shares)
+    octaves = np.frexp(lengths_s)[1]
+    claims = []
+    for octave in np.unique(octaves):
+        length_s = float(lengths_s[octaves == octave].min())
+        most = np.where(octaves <= octave, inf, places * length_s)
+        claims.append(Claims(works, low, high, most, length_s))
+    return claims
+
+
+def walk(claims: Sequence[Claims], num_instances: float) -> list[int]:
+    """Everybody's cap, an index (rules 2 and 3).
+
+    `num_instances` may be less than there are, to see what a reserve would leave.
+    """
+    if not claims:
+        return []
+    works = claims[0].works
+    caps = [0] * len(works)
     spare_s = [c.length_s * num_instances - c.floor_s for c in claims]
-    if any(spare < 0 for spare in spare_s):
-        return Reach(0, 0)
-    place = min((c.fits(spare) for c, spare in zip(claims, spare_s, strict=True)), default=0)
-    if not claims or place == len(claims[0].works):
-        return Reach(place, 0)
-    index = len(claims[0].works[place]) - 1
-    while any(c.after(place, index) > spare for c, spare in zip(claims, spare_s, strict=True)):
-        index -= 1
-    return Reach(place, index)
+    if min(spare_s) < 0:
+        return caps
+    top = len(works[0]) - 1
+    place = min(c.fits(spare) for c, spare in zip(claims, spare_s, strict=True))
+    caps[:place] = [top] * place
+    if place < len(works):
+        fitting = (
+            index
+            for index in range(top, 0, -1)
+            if all(c.after(place, index) <= spare for c, spare in zip(claims, spare_s, strict=True))
+        )
+        caps[place] = next(fitting, 0)
+    return caps
 
 
 def paper_caps(requests: Sequence[Works], capacity_s: float) -> list[int]:

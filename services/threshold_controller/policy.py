@@ -45,6 +45,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
 from contracts import messages as m
@@ -72,7 +73,7 @@ from services.threshold_controller.events import (
     Tick,
     WakeAt,
 )
-from services.threshold_controller.load import Claims, Horizons, Reach, Works, paper_caps, paper_horizon, reach
+from services.threshold_controller.load import Claims, Works, claims_of, paper_caps, paper_horizon, walk
 from services.threshold_controller.needs import Lengths, Need, Outlook, Shape, Standing
 from services.threshold_controller.prices import (
     NOBODY,
@@ -137,9 +138,10 @@ class _Open:
     means: list[Need] | None = None  # that it still needs, by threshold; None: to be computed anew
     planned: list[Need] | None = None  # the same, at the steps that deadline control plans for
     fewest: Need | None = None  # at its lowest threshold, as few as deadline control hopes for
-    works: Works | None = None  # what that costs all; None: to be computed anew
-    is_stale: bool = False  # `works` and `least_s` are at old prices
-    least_s: float | None = None  # that it still takes, whatever is done (rule 4); None: to be computed anew
+    works: Works = ()  # what that costs all; empty: to be computed anew
+    share: float = 0.0  # of an instance: its place beside others, with `works`
+    late_at: float | None = None  # from then on its `hopeless` is another (rule 4); None: to be computed anew
+    is_stale: bool = False  # these three are at old prices
 
     @property
     def resident(self) -> Resident:
@@ -148,7 +150,8 @@ class _Open:
 
     def change(self) -> None:
         """What it still needs is another thing now."""
-        self.means = self.planned = self.fewest = self.works = self.least_s = None
+        self.means = self.planned = self.fewest = self.late_at = None
+        self.works = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +191,7 @@ class ThresholdController:
         self._top = self.thresholds.index(profile.decoding.threshold)
         self._rise_margin = 0.0 if self._is_paper else config.rise_margin
         self._open: dict[str, _Open] = {}
-        self._ranked: list[tuple[tuple[int, int], _Open]] = []  # no two ranks are equal
+        self._ranked: list[_Open] = []  # no two ranks are equal
         self._instances: dict[str, _Instance] = {}
         self._past: OrderedDict[str, None] = OrderedDict()
         self._gone: OrderedDict[str, None] = OrderedDict()
@@ -295,7 +298,7 @@ class ThresholdController:
             chosen=Steady(self._top),
         )
         self._open[open_.id] = open_
-        insort(self._ranked, (open_.rank, open_), key=_rank_of)
+        insort(self._ranked, open_, key=_rank_of)
         self._load_changed = True
 
     def _first_cap(self, priority: int) -> int:
@@ -330,9 +333,7 @@ class ThresholdController:
     def _close(self, open_: _Open) -> None:
         self._detach(open_)
         del self._open[open_.id]
-        place = bisect_left(self._ranked, open_.rank, key=_rank_of)
-        assert self._ranked[place][1] is open_
-        del self._ranked[place]
+        del self._ranked[bisect_left(self._ranked, open_.rank, key=_rank_of)]
         self._load_changed = True
 
     def _advance(self, open_: _Open, attempt: int, standing: Standing) -> None:
@@ -477,13 +478,14 @@ class ThresholdController:
         return found
 
     def _needs(self, open_: _Open, risk: float) -> list[Need]:
-        """By threshold, up to the highest that requests run at; a single one if the request is pinned.
+        """By threshold, up to the highest that requests run at; all alike if the request is pinned.
 
         Those below its floor are as its floor.
         """
-        needs = self._needs_below(open_, risk, len(self.thresholds) if open_.pin is not None else self._top + 1)
         if open_.pin is not None:
-            return [_at(open_.pin, self.thresholds, needs)]
+            needs = self._needs_below(open_, risk, len(self.thresholds))
+            return [_at(open_.pin, self.thresholds, needs)] * (self._top + 1)
+        needs = self._needs_below(open_, risk, self._top + 1)
         return [needs[open_.floor]] * open_.floor + needs[open_.floor :]
 
     def _lowest_need(self, open_: _Open, risk: float) -> Need:
@@ -500,32 +502,33 @@ class ThresholdController:
             open_.means = self._needs(open_, 0.0)
         return open_.means
 
-    def _weigh(self, open_: _Open) -> Works:
+    def _weigh(self, open_: _Open) -> None:
         """Fills in what the request costs all."""
         if open_.is_stale:
-            open_.is_stale, open_.least_s = False, None
-        of_recompute, of_cache = self._prices_of(open_.resident).shared
-        works = tuple([n.recompute * of_recompute + n.cache * of_cache for n in self._mean_needs(open_)])
-        open_.works = works
-        return works
+            open_.is_stale, open_.late_at = False, None
+        prices = self._prices_of(open_.resident)
+        recompute_s, cache_s = prices.shared
+        open_.share = prices.share
+        open_.works = tuple([n.recompute * recompute_s + n.cache * cache_s for n in self._mean_needs(open_)])
 
     def _is_hopeless(self, open_: _Open, now: float) -> bool:
         """Rule 4."""
-        if open_.deadline is None:
-            return False
-        if open_.least_s is None:
-            open_.least_s = self._least_s(open_)
-        slack = open_.deadline - self.config.margin_s - now
-        return slack * (1 - self._rise_margin * open_.hopeless) < open_.least_s
+        if open_.late_at is None:
+            open_.late_at = self._late_at(open_)
+        return now > open_.late_at
 
-    def _least_s(self, open_: _Open) -> float:
-        """Rule 4."""
+    def _late_at(self, open_: _Open) -> float:
+        """The time from which on it is hopeless, or still is where it was (rule 4)."""
+        if open_.deadline is None:
+            return inf
         alone = self._prices_of(open_.resident).alone
         if self._is_paper:
             need = self._mean_needs(open_)[0]
-            return _PAPER_HOPELESS * (need.recompute + need.cache) * alone.recompute
-        need = self._lowest_need(open_, -1.0)
-        return need.recompute * alone.recompute + need.cache * alone.cache
+            least_s = _PAPER_HOPELESS * (need.recompute + need.cache) * alone.recompute
+        else:
+            need = self._lowest_need(open_, -1.0)
+            least_s = need.recompute * alone.recompute + need.cache * alone.cache
+        return open_.deadline - self.config.margin_s - least_s / (1 - self._rise_margin * open_.hopeless)
 
     # --- rules 6 to 8: load control ------------------------------------------------------------------------------
 
@@ -538,109 +541,90 @@ class ThresholdController:
         """`say`: even where nothing has changed."""
         self._load_changed = self._load_is_due = False
         self._load_at = now + self.config.load_every_s
-        counted: list[_Open] = []
+        timed: list[_Open] = []
         patient: list[_Open] = []
         hopeless: list[_Open] = []
         num_hopeless = num_stale = 0
-        for _, open_ in self._ranked:
+        for open_ in self._ranked:
             if open_.ended:
                 continue
-            if open_.works is None or (open_.is_stale and num_stale < _MOST_STALE):
-                num_stale += open_.works is not None
+            if not open_.works or (open_.is_stale and num_stale < _MOST_STALE):
+                num_stale += bool(open_.works)
                 self._weigh(open_)
-            if open_.deadline is not None:
-                is_hopeless = self._is_hopeless(open_, now)
-                if is_hopeless != open_.hopeless:
-                    open_.hopeless = is_hopeless
-                    self._undecided.add(open_.instance_id)
-                num_hopeless += is_hopeless or open_.given_up
-            group = hopeless if open_.hopeless else patient if open_.deadline is None else counted
-            (counted if self._is_paper else group).append(open_)
+            if self._is_hopeless(open_, now) != open_.hopeless:
+                open_.hopeless = not open_.hopeless
+                open_.late_at = None
+                self._undecided.add(open_.instance_id)
+            num_hopeless += open_.hopeless or open_.given_up
+            (hopeless if open_.hopeless else patient if open_.deadline is None else timed).append(open_)
         self._load_changed = num_stale == _MOST_STALE  # there may be more
-        counted += patient
-        before = self._load_state
         share_out = self._share_out_as_the_paper if self._is_paper else self._share_out
-        state = self._load_state = share_out(counted, hopeless, num_hopeless)
-        if say or before is None or (before.caps, before.num_hopeless) != (state.caps, state.num_hopeless):
-            self._commands.append(SendLoadState(state))
-
-    def _share_out(self, counted: list[_Open], hopeless: list[_Open], num_hopeless: int) -> m.LoadState:
-        """Rules 6 to 8: gives everybody a cap."""
-        num_instances = self._fleet.size
-        claims = self._claims(counted)
-        if not self.config.load_control:
-            self._cap_all(counted + hopeless, self._top)
-        elif self._known.size:
-            reserve = num_instances * self._rise_margin
-            in_time = [not open_.given_up for open_ in counted]
-            self._cap_by_walk(counted, reach(claims, num_instances - reserve), reach(claims, num_instances), in_time)
-            self._cap_the_late([*hopeless, *(o for o in counted if o.given_up)], counted, num_instances, reserve)
-        fullest = max(claims, key=lambda c: c.floor_s / c.length_s, default=None)
-        length_s = fullest.length_s if fullest is not None else 0.0
-        demand_s = fullest.demand_s([o.cap for o in counted]) if fullest is not None else 0.0
-        return self._state(counted + hopeless, num_hopeless, length_s, demand_s)
-
-    def _claims(self, counted: list[_Open]) -> list[Claims]:
-        """By horizon, ascending."""
-        works = [o.works for o in counted if o.works is not None]
-        lengths_s = [o.horizon_s for o in counted]
-        horizons = Horizons(lengths_s)
-        numbers = horizons.number_of(lengths_s)
-        shares = [self._share(o) for o in counted] if len(horizons.lengths_s) > 1 else []
-        return [Claims(works, length_s, numbers, shares, k) for k, length_s in enumerate(horizons.lengths_s)]
-
-    def _share(self, open_: _Open) -> float:
-        """The place that it takes on an instance (rule 7)."""
-        return 0.0 if open_.deadline is None and not open_.instance_id else self._prices_of(open_.resident).share
-
-    def _cap_the_late(self, late: list[_Open], counted: list[_Open], num_instances: float, reserve: float) -> None:
-        """Rule 7, of the hopeless."""
-        if not late:
-            return
-        claims = Claims([o.works or (0.0,) for o in late], min(o.limit_s for o in late))
-        others_s = sum([o.works[-1] for o in counted if o.works is not None and not o.given_up])
-        free = num_instances - others_s / claims.length_s
-        self._cap_by_walk(late, reach([claims], free - reserve), reach([claims], free), [True] * len(late))
-
-    def _cap_by_walk(self, counted: list[_Open], low: Reach, high: Reach, wanted: list[bool]) -> None:
-        """Between what the walk gives and what it would give with the reserve kept (`steady.py`)."""
-        for place, open_ in enumerate(counted):
-            if open_.pin is not None or not wanted[place]:
-                continue
-            most = self._top if place < high.place else high.threshold if place == high.place else 0
-            least = self._top if place < low.place else low.threshold if place == low.place else 0
-            if not least == most == open_.cap:
-                self._cap(open_, most if open_.is_new else between(open_.cap, least, most))
-            open_.is_new = False
-
-    def _share_out_as_the_paper(self, counted: list[_Open], _: list[_Open], num_hopeless: int) -> m.LoadState:
-        """All are one group, and its horizon is their mean SLO."""
-        works = [o.works for o in counted if o.works is not None]
-        over_s = paper_horizon(
-            (o.horizon_s, w[0]) for o, w in zip(counted, works, strict=True) if o.deadline is not None
-        )
-        capacity_s = (over_s or 0.0) * self._fleet.size
-        if over_s is None or not self.config.load_control:
-            self._cap_all(counted, self._top)
-        elif self._known.size:
-            for open_, cap in zip(counted, paper_caps(works, capacity_s), strict=True):
-                if open_.pin is None:
-                    self._cap(open_, cap)
-        demand_s = sum([w[min(o.cap, len(w) - 1)] for o, w in zip(counted, works, strict=True)])
-        return self._state(counted, num_hopeless, over_s or 0.0, demand_s)
-
-    def _state(self, counted: list[_Open], num_hopeless: int, horizon_s: float, demand_s: float) -> m.LoadState:
+        horizon_s, demand_s = share_out(timed, patient, hopeless)
         self._horizon_s = horizon_s or self._horizon_s
-        return m.LoadState(
+        state = m.LoadState(
             sent_at=0.0,
             horizon_s=self._horizon_s,
             demand_s=demand_s,
             capacity_s=self._horizon_s * self._fleet.size,
-            caps=self._caps_by_priority(counted),
-            num_open=len(counted),
+            caps=self._caps_by_priority(patient + hopeless + timed),
+            num_open=len(timed) + len(patient) + len(hopeless),
             num_hopeless=num_hopeless,
-            floor_s=sum([o.works[0] for o in counted if o.works is not None]),
+            floor_s=sum([o.works[0] for o in timed + patient + hopeless]),
         )
+        before, self._load_state = self._load_state, state
+        if say or before is None or (before.caps, before.num_hopeless) != (state.caps, state.num_hopeless):
+            self._commands.append(SendLoadState(state))
+
+    def _share_out(self, timed: list[_Open], patient: list[_Open], hopeless: list[_Open]) -> tuple[float, float]:
+        """Rules 6 to 8: gives everybody a cap. The horizon that is claimed most, and what is claimed of it."""
+        counted = timed + patient
+        claims = self._claims(counted)
+        if not self.config.load_control:
+            self._cap_all(counted + hopeless, self._top)
+        elif self._known.size:
+            reserve = self._fleet.size * self._rise_margin
+            low, high = walk(claims, self._fleet.size - reserve), walk(claims, self._fleet.size)
+            self._cap_between(low, high, counted, [not o.given_up for o in counted])
+            self._cap_the_late([*hopeless, *(o for o in counted if o.given_up)], counted, reserve)
+        fullest = max(claims, key=lambda c: c.floor_s / c.length_s, default=None)
+        return (0.0, 0.0) if fullest is None else (fullest.length_s, fullest.demand_s([o.cap for o in counted]))
+
+    def _claims(self, counted: list[_Open]) -> list[Claims]:
+        """By horizon, ascending. Who can wait and has no instance yet takes no place on one (rule 7)."""
+        shares = [o.share if o.deadline is not None or o.instance_id else 0.0 for o in counted]
+        return claims_of([o.works for o in counted], [o.horizon_s for o in counted], shares)
+
+    def _cap_the_late(self, late: list[_Open], counted: list[_Open], reserve: float) -> None:
+        """Rule 7, of the hopeless."""
+        if not late:
+            return
+        horizon_s = min(o.limit_s for o in late)
+        claims = claims_of([o.works for o in late], [horizon_s] * len(late), [0.0] * len(late))
+        free = self._fleet.size - sum([o.works[-1] for o in counted if not o.given_up]) / horizon_s
+        self._cap_between(walk(claims, free - reserve), walk(claims, free), late, [True] * len(late))
+
+    def _cap_between(self, low: list[int], high: list[int], counted: list[_Open], wanted: list[bool]) -> None:
+        """Between what the walk gives with the reserve kept and what it gives without (`steady.py`)."""
+        for open_, is_wanted, least, most in zip(counted, wanted, low, high, strict=True):
+            if is_wanted and open_.pin is None:
+                if not least == most == open_.cap:
+                    self._cap(open_, most if open_.is_new else between(open_.cap, least, most))
+                open_.is_new = False
+
+    def _share_out_as_the_paper(
+        self, timed: list[_Open], patient: list[_Open], hopeless: list[_Open]
+    ) -> tuple[float, float]:
+        """All are one group, and its horizon is their mean SLO."""
+        counted = sorted(timed + patient + hopeless, key=_rank_of)
+        works = [o.works for o in counted]
+        horizon_s = paper_horizon((o.horizon_s, o.works[0]) for o in counted if o.deadline is not None)
+        if horizon_s is None or not self.config.load_control:
+            self._cap_all(counted, self._top)
+        elif self._known.size:
+            for open_, cap in zip(counted, paper_caps(works, horizon_s * self._fleet.size), strict=True):
+                if open_.pin is None:
+                    self._cap(open_, cap)
+        return horizon_s or 0.0, sum([o.works[o.cap] for o in counted])
 
     def _cap_all(self, requests: list[_Open], cap: int) -> None:
         for open_ in requests:
@@ -653,11 +637,10 @@ class ThresholdController:
             open_.cap = cap
             self._undecided.add(open_.instance_id)
 
-    def _caps_by_priority(self, counted: list[_Open]) -> list[m.PriorityCap]:
+    def _caps_by_priority(self, last_counts: list[_Open]) -> list[m.PriorityCap]:
         """Of the last request of each priority; of one with a deadline, if there is any."""
-        patient_first = sorted(counted, key=lambda o: o.deadline is not None and not o.hopeless)
-        last = {open_.rank[0]: open_ for open_ in patient_first if open_.pin is None}
-        return [m.PriorityCap(priority=-rank, threshold=self.thresholds[last[rank].cap]) for rank in sorted(last)]
+        caps = {open_.rank[0]: open_.cap for open_ in last_counts if open_.pin is None}
+        return [m.PriorityCap(priority=-rank, threshold=self.thresholds[caps[rank]]) for rank in sorted(caps)]
 
     # --- rules 9 to 11: deadline control --------------------------------------------------------------------------
 
@@ -839,7 +822,7 @@ class ThresholdController:
     # --- for tests ------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        assert [rank for rank, _ in self._ranked] == sorted(open_.rank for open_ in self._open.values())
+        assert self._ranked == sorted(self._open.values(), key=_rank_of)
         for instance in self._instances.values():
             for request_id, open_ in instance.residents.items():
                 assert self._open[request_id] is open_
@@ -852,8 +835,8 @@ class ThresholdController:
         assert not self._commands
 
 
-def _rank_of(entry: tuple[tuple[int, int], _Open]) -> tuple[int, int]:
-    return entry[0]
+def _rank_of(open_: _Open) -> tuple[int, int]:
+    return open_.rank
 
 
 def _reason_at(cap: int, top: int) -> Reason:

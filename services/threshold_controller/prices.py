@@ -47,7 +47,7 @@ class Supply(NamedTuple):
 class Pool(NamedTuple):
     """All instances of one kind."""
 
-    count: int
+    size: int
     speed: float  # of all, in instances of the profiled latency
     least_ratio: float
 
@@ -112,7 +112,7 @@ def slots(instance: Supply, canvas_tokens: int) -> int:
 
 def mean_share(fleet: Fleet, resident: Resident) -> float:
     """Of an instance, for each of the requests like this one that fill it; 1 without an instance."""
-    shares = sum([pool.count / slots(kind, resident.canvas_tokens) for kind, pool in fleet.pools.items()])
+    shares = sum([pool.size / slots(kind, resident.canvas_tokens) for kind, pool in fleet.pools.items()])
     return shares / fleet.size if fleet.size else 1.0
 
 

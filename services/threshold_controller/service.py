@@ -12,6 +12,7 @@
 
 import asyncio
 import collections
+import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -135,6 +136,7 @@ class ThresholdControllerService:
             subject_of=subject_of,
         )
         await _catch_up(progress, subjects.PROGRESS)
+        gc.freeze()  # what was loaded stays: a collection that walks it all holds decisions up for tens of milliseconds
         self._handle(e.CaughtUp())
         OPEN.set_function(lambda: self._controller.num_open)
         for reason in self._controller.num_decided():

@@ -39,7 +39,7 @@ STANDARD = {
     "hmac", "itertools", "math", "operator", "statistics", "tomllib", "typing",
 }  # fmt: skip
 SHARED = {"contracts", "contracts.messages", "contracts.subjects", "services.costs", "services.profile"}
-LIBRARIES = {"msgspec", "msgspec.structs"}
+LIBRARIES = {"msgspec", "msgspec.structs", "numpy", "numpy.typing"}
 
 
 def imports_of(path: Path) -> set[str]:

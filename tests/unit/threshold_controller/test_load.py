@@ -6,12 +6,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.threshold_controller.load import Claims, Horizons, Works, paper_caps, paper_horizon, reach
+from services.threshold_controller.load import Claims, Works, claims_of, paper_caps, paper_horizon, walk
 
 # quarters: exact in binary, so that sums are too
 numbers = st.integers(0, 80).map(lambda quarters: quarters / 4)
 works = st.lists(numbers, min_size=5, max_size=5).map(lambda w: tuple(sorted(w)))
-pinned = numbers.map(lambda work: (work,))
+pinned = numbers.map(lambda work: (work,) * 5)
 
 
 class Asked(NamedTuple):
@@ -27,18 +27,12 @@ requests = st.lists(asked, max_size=10)
 instances = st.integers(0, 32).map(lambda quarters: quarters / 4)
 
 
-def claims_of(requests: list[Asked]) -> list[Claims]:
-    lengths_s = [request.horizon_s for request in requests]
-    horizons = Horizons(lengths_s)
-    of = [request.works for request in requests], horizons.number_of(lengths_s), [request.share for request in requests]
-    return [Claims(of[0], length_s, of[1], of[2], number) for number, length_s in enumerate(horizons.lengths_s)]
+def claims(requests: list[Asked]) -> list[Claims]:
+    return claims_of([r.works for r in requests], [r.horizon_s for r in requests], [r.share for r in requests])
 
 
 def caps_of(requests: list[Asked], num_instances: float) -> list[int]:
-    found = reach(claims_of(requests), num_instances)
-    tops = [len(request.works) - 1 for request in requests]
-    limited = [found.threshold] if found.place < len(requests) else []
-    return [*tops[: found.place], *limited, *[0] * (len(requests) - found.place - 1)]
+    return walk(claims(requests), num_instances)
 
 
 def alike(ask: Works, count: int) -> list[Asked]:
@@ -62,8 +56,8 @@ def test_what_the_first_limited_one_leaves_goes_to_nobody_or_by_the_paper_s_rule
 
 def test_a_pinned_request_counts_at_its_pin_and_leaves_the_order_open() -> None:
     ask = (1.0, 3.0)
-    assert caps_of([Asked((5.0,)), Asked(ask), Asked(ask)], 9 / 16) == [0, 1, 0]
-    assert caps_of([Asked(ask), Asked((5.0,)), Asked(ask)], 11 / 16) == [1, 0, 1]
+    assert caps_of([Asked((5.0, 5.0)), Asked(ask), Asked(ask)], 9 / 16) == [1, 1, 0]
+    assert caps_of([Asked(ask), Asked((5.0, 5.0)), Asked(ask)], 11 / 16) == [1, 1, 1]
 
 
 def test_of_a_shorter_horizon_a_loose_request_claims_what_its_place_is_worth() -> None:
@@ -78,19 +72,20 @@ def test_of_a_shorter_horizon_a_loose_request_claims_what_its_place_is_worth() -
 
 
 def test_the_shortest_horizon_of_an_octave_counts() -> None:
-    horizons = Horizons([5.0, 0.9, 0.6, 7.9, 0.3, 8.0])
-    assert horizons.lengths_s == [0.3, 0.6, 5.0, 8.0]
-    assert horizons.number_of([0.9, 7.9, 0.3, 8.0, 5.0]) == [1, 2, 0, 3, 2]
+    asked = [Asked((1.0, 2.0), horizon_s, 0.5) for horizon_s in (5.0, 0.9, 0.6, 7.9, 0.3, 8.0)]
+    assert [c.length_s for c in claims(asked)] == [0.3, 0.6, 5.0, 8.0]
+    # of 0.6 s the three shortest claim their work, the others their places of 0.3 s; of 5 s all but the last their work
+    assert [c.demand_s([1] * 6) for c in claims(asked)] == pytest.approx([2 + 5 * 0.15, 3 * 2 + 3 * 0.3, 12, 12])
 
 
 def test_no_request_leaves_nothing_to_share() -> None:
-    assert claims_of([]) == []
+    assert claims([]) == []
     assert caps_of([], 1.0) == []
 
 
 def most_of(requests: list[Asked], caps: list[int], num_instances: float) -> float:
     """By how much the claims exceed what the instances have, at the worst horizon."""
-    return max((c.demand_s(caps) - c.length_s * num_instances for c in claims_of(requests)), default=0.0)
+    return max((c.demand_s(caps) - c.length_s * num_instances for c in claims(requests)), default=0.0)
 
 
 @given(requests, instances)
@@ -117,7 +112,7 @@ def test_nobody_could_have_the_next_threshold_up_but_those_behind_the_first_limi
 
 @given(requests, instances, asked, st.integers(0, 10))
 @example(
-    [Asked((0.0, 10.0)), Asked((0.0, 5.0))], 10 / 16, Asked((1.0,)), 0
+    [Asked((0.0, 10.0)), Asked((0.0, 5.0))], 10 / 16, Asked((1.0, 1.0)), 0
 )  # pushes the first down; what that frees must not lift the second
 def test_one_request_more_raises_nobody_s_cap(
     asked: list[Asked], num_instances: float, newcomer: Asked, place: int
