@@ -186,6 +186,28 @@ def test_ours_is_compared_with_the_papers_rules_run_by_run() -> None:
     assert "| GSM8K, LLaDA-8B | 1.875 a GPU | x 5 | 2 | +10.5 ± 0.7 | +0.0 ± 0.0 | +7.9 ± 0.5 | **better** |" in text
 
 
+def seeds(system: str, attainment: Sequence[float], accuracy: float = 0.75, **changes: object) -> list[Cell]:
+    return [
+        cell(system, seed=number, attainment=share, accuracy=accuracy, **changes)
+        for number, share in enumerate(attainment)
+    ]
+
+
+def test_the_margin_of_a_workload_is_over_points_of_five_seeds_with_its_spread() -> None:
+    theirs = [0.80] * 5
+    cells = seeds("tedi", [0.80, 0.82, 0.84, 0.86, 0.88]) + seeds("paper", theirs)
+    cells += seeds("tedi", [0.84] * 5, 0.76, rate=1.6874) + seeds("paper", theirs, rate=1.6874)
+    cells += seeds("tedi", [0.1], rate=1.5) + seeds("paper", [0.9], rate=1.5)  # a single seed
+    text = text_of(rates=cells)
+    margin = "| GSM8K, LLaDA-8B | 2 | +4.0 ± 1.6 | +0.5 ± 0.0 |"
+    assert f"{margin} +3.0 ± 1.2 | 2 | 0 | 0 | 0 | met |" in text
+    assert "**Met on 1 of 1 workloads.**" in text
+    worse = seeds("tedi", [0.7] * 5, slo_factor=3.0) + seeds("paper", theirs, slo_factor=3.0)
+    text = text_of(rates=cells, slos=worse)
+    assert "| 2 | 0 | 0 | 1 | **not met** |" in text
+    assert "**Met on 0 of 1 workloads.**" in text
+
+
 @pytest.mark.parametrize(
     ("attainment", "accuracy", "said"),
     [(3.0, 0.0, "better"), (0.0, 2.0, "better"), (3.0, -1.0, "trade"), (-1.0, 0.2, "worse"), (0.3, -0.3, "equal")],
@@ -197,7 +219,9 @@ def test_better_is_what_loses_nothing(attainment: float, accuracy: float, said: 
 def test_the_largest_difference_stands_beside_the_papers() -> None:
     cells = [cell("tedi", rate, attainment=0.9, accuracy=0.76) for rate in (1.5, 1.875)]
     cells += [cell("llumnix", 1.5, attainment=0.95, accuracy=0.78), cell("llumnix", attainment=0.5, accuracy=0.78)]
-    assert "| ours over Llumnix, rates | +56.6 | -0.9 | +40.0 | -2.0 | 1.875 |" in text_of(rates=cells)
+    text = text_of(rates=cells)
+    assert "| ours over Llumnix, rates | +56.6 | -0.9 | +40.0 | -2.0 | 1.875 | yes | **no** |" in text
+    assert "**Direction: 1 of 1. Size: 0 of 1.**" in text
 
 
 def test_the_plot_shows_ours_and_the_published_lines(tmp_path: Path) -> None:
