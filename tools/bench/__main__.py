@@ -14,7 +14,7 @@ import asyncio
 import os
 import statistics
 
-from tools.bench.control import OPEN, REPORTS_PER_S, RUNNING, measure_load_control, measure_reaction
+from tools.bench.control import OPEN, REPORTS_PER_S, RUNNING, SLOS_S, measure_load_control, measure_reaction
 from tools.bench.hangups import NUM_CLIENTS, hang_ups
 from tools.bench.machine import describe_machine
 from tools.bench.planner import print_planner
@@ -99,10 +99,12 @@ def _control(profile: str) -> None:
     )
     print("| what | times | p50 ms | p99 ms |")
     print("|---|---|---|---|")
-    load = measure_load_control(profile)
+    one, several = measure_load_control(profile, SLOS_S[:1]), measure_load_control(profile, SLOS_S)
     for what, times in (
-        (f"load control, {RUNNING} requests have moved", load.moved),
-        ("load control, and prices have changed", load.repriced),
+        (f"load control, {RUNNING} requests have moved", one.moved),
+        ("load control, and prices have changed", one.repriced),
+        ("load control with several SLOs, as many have moved", several.moved),
+        ("load control with several SLOs, and prices have changed", several.repriced),
         ("report to threshold", asyncio.run(measure_reaction(profile))),
     ):
         print(

@@ -1,9 +1,10 @@
 """What the threshold-controller's decisions take: load control over many requests, and from a report to a threshold.
 
 1. Load control is the policy itself, in this process: `OPEN` requests, of which `RUNNING` are held by `INSTANCES` and
-   have moved since the last run, in every second run at new prices.
+   have moved since the last run, in every second run at new prices. Their SLOs are given, and take turns.
 2. From a report to the threshold: the controller's process on a nats-server of its own, and this process in the place
-   of the instances. Each report tells of one request that has just begun, so that each is answered by a threshold.
+   of the instances. Each report tells of one request that has just begun, so that each is answered by a threshold. They
+   start once the controller has said how loaded the instances are: what it does once for all is not in the figures.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ from tools.up.plan import processes_of
 OPEN, RUNNING, INSTANCES = 4000, 128, 16
 REPORTS, REPORTS_PER_S = 1000, 200
 _ROUNDS = 50
-_SLO_S = 5.0
+SLOS_S = (5.0, 15.0, 60.0, None)
+_LOOSE_SLO_S = 65.0
 _READY_LIMIT_S = 30.0
 
 
@@ -44,13 +46,15 @@ class LoadControl(NamedTuple):
     repriced: list[float]  # and an instance had become faster or slower, which changes all prices
 
 
-def measure_load_control(folder: str) -> LoadControl:
+def measure_load_control(folder: str, slos_s: Sequence[float | None]) -> LoadControl:
     profile = load_profile(folder)
     settings = ThresholdControllerConfig(profile=folder, load_every_s=0.0)
     controller = ThresholdController(settings, profile, load_latency(profile.latency_file))
     controller.handle(e.CaughtUp(), 0.0)
     for number in range(OPEN):
-        controller.handle(e.RequestSeen(_request(profile, number, 0.0), number + 1, 100.0, 1.0 + _SLO_S), 0.0)
+        slo_s = slos_s[number % len(slos_s)]
+        deadline = None if slo_s is None else 1.0 + slo_s
+        controller.handle(e.RequestSeen(_request(profile, number, 0.0, slo_s), number + 1, 100.0, deadline), 0.0)
     now = 1.0
     for instance in range(INSTANCES):
         controller.handle(e.StatusSeen(_status(profile, f"i-{instance}")), now)
@@ -86,7 +90,7 @@ async def measure_reaction(folder: str) -> list[float]:
 async def _react(bus: Bus, profile: Profile, log: Path) -> list[float]:
     sent: dict[str, float] = {}
     took: dict[str, float] = {}
-    all_told = asyncio.Event()
+    all_told, is_loaded = asyncio.Event(), asyncio.Event()
 
     def on_thresholds(thresholds: m.Thresholds) -> None:
         heard = time.perf_counter()
@@ -96,14 +100,20 @@ async def _react(bus: Bus, profile: Profile, log: Path) -> list[float]:
         if len(took) == REPORTS:
             all_told.set()
 
+    def on_load(state: m.LoadState) -> None:
+        if state.capacity_s:
+            is_loaded.set()
+
     await bus.subscribe("inst.*.thresholds", m.Thresholds, on_thresholds)
+    await bus.subscribe(subjects.LOAD_STATE, m.LoadState, on_load)
     for number in range(REPORTS):
-        request = _request(profile, number, time.time())
+        request = _request(profile, number, time.time(), _LOOSE_SLO_S)
         await bus.append(subjects.request(request.request_id), request)
     await asyncio.to_thread(_wait_until_ready, log)
     instances = [f"i-{number}" for number in range(8)]
     for instance_id in instances:
         await bus.publish(subjects.instance_status(instance_id), _status(profile, instance_id))
+    await asyncio.wait_for(is_loaded.wait(), _READY_LIMIT_S)
     beat = time.perf_counter()
     for number in range(REPORTS):
         instance_id = instances[number % len(instances)]
@@ -151,7 +161,7 @@ def _wait_until_ready(log: Path) -> None:
         time.sleep(0.05)
 
 
-def _request(profile: Profile, number: int, created_at: float) -> m.GenerateRequest:
+def _request(profile: Profile, number: int, created_at: float, slo_s: float | None) -> m.GenerateRequest:
     decoding = profile.decoding
     return m.GenerateRequest(
         request_id=f"r-{number}",
@@ -163,7 +173,7 @@ def _request(profile: Profile, number: int, created_at: float) -> m.GenerateRequ
         cache=decoding.cache,
         created_at=created_at,
         expires_at=created_at + 100,
-        deadline_at=created_at + _SLO_S + 60 * (created_at > 0),
+        deadline_at=None if slo_s is None else created_at + slo_s,
     )
 
 
