@@ -8,12 +8,10 @@ The open requests are what REQUESTS holds, less those whose record is final. In 
    An instance that exited, or without a sign of life for `instance_silent_s`, holds nothing and is no capacity.
 3. How many steps a request still needs under each threshold: `needs.py`. What they cost: `prices.py`.
 4. Hopeless is a request whose deadline would pass even if it ran alone on the fastest instance at the lowest threshold,
-   and needed as few steps as its forecast's spread allows. Given up, which is hopeless too, is one that would be late
-   beside those on its instance, at the lowest threshold, even if it needed as many steps fewer than its forecast's mean
-   as `risk` plans above it. Both last until it could make it with `rise_margin` of its slack to spare. A worse answer
-   would not make it punctual, so it is not made to hurry.
+   and needed as few steps as its forecast's spread allows; until it could make it with `rise_margin` of its slack to
+   spare. It runs at the lowest, so that it is soon in nobody's way; how good its answer must be its floor says.
    `paper`: hopeless is whose slack is at most 0.7 times the mean steps at the lowest threshold, all of them recompute
-   steps; it runs at the lowest. Nobody is given up.
+   steps.
 5. "The lowest threshold" is the lowest of the set that is not below the request's floor. `paper` knows no floor.
 Load control, `load_every_s` after something changed:
 6. Capacity is the time of all instances but those that drain: what these hold moves on at its next boundary, so it
@@ -21,14 +19,13 @@ Load control, `load_every_s` after something changed:
    `decoding.threshold`: who wants more pins it.
 7. Requests with a deadline come first, then those without, for they can wait; in order of priority, then arrival, they
    share out the capacity (`load.py`); who can wait and has no instance yet is in nobody's way. Hopeless ones change
-   nobody else's cap, and to be given up changes it neither: they share out what the time until the first of them must
-   have ended holds beyond the work of all others at the highest.
+   nobody else's cap, and keep theirs.
    `paper`: all are one group; without any deadline nobody is limited.
    Before load control has seen a newcomer its cap is that of the last request which comes before it.
 8. A cap falls at once, and rises only if it would with `rise_margin` of the capacity kept free (`steady.py`).
 Deadline control, of a whole instance at once, when its batch, a forecast or a cap changed, with each report on a
 request without a forecast, and each `repeat_s`:
-9. A pin is never touched. Without a deadline, or hopeless, a request runs at its cap.
+9. A pin is never touched. Without a deadline a request runs at its cap, a hopeless one at the lowest.
 10. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says:
    `flat`: the highest threshold, not above the cap, at which the rest ends in time; if none, the lowest.
    `low_first`: the cap, if at it the rest ends in time; else the lowest, until it does.
@@ -76,7 +73,6 @@ from services.threshold_controller.events import (
 from services.threshold_controller.load import Claims, Works, claims_of, paper_caps, paper_horizon, walk
 from services.threshold_controller.needs import Lengths, Need, Outlook, Shape, Standing
 from services.threshold_controller.prices import (
-    NOBODY,
     Fleet,
     StepPrices,
     Supply,
@@ -117,7 +113,6 @@ class _Open:
     floor: int  # index into the threshold set: its lowest threshold
     deadline: float | None
     horizon_s: float  # its SLO; without a deadline, its time limit
-    limit_s: float
     expires_at: float
     canvas_tokens: int
     block_size: int
@@ -133,11 +128,9 @@ class _Open:
     standing: Standing = _START
     outlook: Outlook = field(default_factory=Outlook)
     hopeless: bool = False  # as load control saw it last
-    given_up: bool = False  # by deadline control, on the instance that it is on
     decision: Decision | None = None
     means: list[Need] | None = None  # that it still needs, by threshold; None: to be computed anew
     planned: list[Need] | None = None  # the same, at the steps that deadline control plans for
-    fewest: Need | None = None  # at its lowest threshold, as few as deadline control hopes for
     works: Works = ()  # what that costs all; empty: to be computed anew
     share: float = 0.0  # of an instance: its place beside others, with `works`
     late_at: float | None = None  # from then on its `hopeless` is another (rule 4); None: to be computed anew
@@ -150,7 +143,7 @@ class _Open:
 
     def change(self) -> None:
         """What it still needs is another thing now."""
-        self.means = self.planned = self.fewest = self.late_at = None
+        self.means = self.planned = self.late_at = None
         self.works = ()
 
 
@@ -289,7 +282,6 @@ class ThresholdController:
             floor=floor,
             deadline=event.deadline,
             horizon_s=_seconds_until(request, request.deadline_at),
-            limit_s=_seconds_until(request, request.expires_at),
             expires_at=event.expires_at,
             canvas_tokens=request.canvas_tokens,
             block_size=request.block_size,
@@ -445,7 +437,6 @@ class ThresholdController:
             self._undecided.add(instance.id)
         open_.instance_id = ""
         open_.decision = None
-        open_.given_up = False
 
     def _note_forecast(self, forecast: m.Forecast) -> None:
         if forecast.thresholds != self.thresholds:
@@ -544,7 +535,7 @@ class ThresholdController:
         timed: list[_Open] = []
         patient: list[_Open] = []
         hopeless: list[_Open] = []
-        num_hopeless = num_stale = 0
+        num_stale = 0
         for open_ in self._ranked:
             if open_.ended:
                 continue
@@ -555,7 +546,6 @@ class ThresholdController:
                 open_.hopeless = not open_.hopeless
                 open_.late_at = None
                 self._undecided.add(open_.instance_id)
-            num_hopeless += open_.hopeless or open_.given_up
             (hopeless if open_.hopeless else patient if open_.deadline is None else timed).append(open_)
         self._load_changed = num_stale == _MOST_STALE  # there may be more
         share_out = self._share_out_as_the_paper if self._is_paper else self._share_out
@@ -566,9 +556,9 @@ class ThresholdController:
             horizon_s=self._horizon_s,
             demand_s=demand_s,
             capacity_s=self._horizon_s * self._fleet.size,
-            caps=self._caps_by_priority(patient + hopeless + timed),
+            caps=self._caps_by_priority(patient + timed),
             num_open=len(timed) + len(patient) + len(hopeless),
-            num_hopeless=num_hopeless,
+            num_hopeless=len(hopeless),
             floor_s=sum([o.works[0] for o in timed + patient + hopeless]),
         )
         before, self._load_state = self._load_state, state
@@ -584,8 +574,7 @@ class ThresholdController:
         elif self._known.size:
             reserve = self._fleet.size * self._rise_margin
             low, high = walk(claims, self._fleet.size - reserve), walk(claims, self._fleet.size)
-            self._cap_between(low, high, counted, [not o.given_up for o in counted])
-            self._cap_the_late([*hopeless, *(o for o in counted if o.given_up)], counted, reserve)
+            self._cap_between(low, high, counted)
         fullest = max(claims, key=lambda c: c.floor_s / c.length_s, default=None)
         return (0.0, 0.0) if fullest is None else (fullest.length_s, fullest.demand_s([o.cap for o in counted]))
 
@@ -594,19 +583,10 @@ class ThresholdController:
         shares = [o.share if o.deadline is not None or o.instance_id else 0.0 for o in counted]
         return claims_of([o.works for o in counted], [o.horizon_s for o in counted], shares)
 
-    def _cap_the_late(self, late: list[_Open], counted: list[_Open], reserve: float) -> None:
-        """Rule 7, of the hopeless."""
-        if not late:
-            return
-        horizon_s = min(o.limit_s for o in late)
-        claims = claims_of([o.works for o in late], [horizon_s] * len(late), [0.0] * len(late))
-        free = self._fleet.size - sum([o.works[-1] for o in counted if not o.given_up]) / horizon_s
-        self._cap_between(walk(claims, free - reserve), walk(claims, free), late, [True] * len(late))
-
-    def _cap_between(self, low: list[int], high: list[int], counted: list[_Open], wanted: list[bool]) -> None:
+    def _cap_between(self, low: list[int], high: list[int], counted: list[_Open]) -> None:
         """Between what the walk gives with the reserve kept and what it gives without (`steady.py`)."""
-        for open_, is_wanted, least, most in zip(counted, wanted, low, high, strict=True):
-            if is_wanted and open_.pin is None:
+        for open_, least, most in zip(counted, low, high, strict=True):
+            if open_.pin is None:
                 if not least == most == open_.cap:
                     self._cap(open_, most if open_.is_new else between(open_.cap, least, most))
                 open_.is_new = False
@@ -681,34 +661,19 @@ class ThresholdController:
         if open_.deadline is None or not self.config.deadline_control:
             return open_.cap, _reason_at(open_.cap, self._top)
         if self._is_hopeless(open_, now):
-            return 0 if self._is_paper else open_.cap, "hopeless"
+            return open_.floor, "hopeless"
         return None
 
     def _choose_timed(self, open_: _Open, prices: StepPrices, now: float) -> tuple[int, Reason]:
         """Rule 10."""
         assert open_.deadline is not None
         slack = open_.deadline - self.config.margin_s - now
-        if self._gives_up(open_, prices, slack):
-            return open_.cap, "hopeless"
         times = self._times(open_, prices)
         index = self._highest_in_time(open_, times, slack)
         before = open_.chosen.before(now)
         if before < index:
             index = between(before, self._highest_in_time(open_, times, slack * (1 - self._rise_margin)), index)
         return index, "deadline" if index < open_.cap else _reason_at(open_.cap, self._top)
-
-    def _gives_up(self, open_: _Open, prices: StepPrices, slack: float) -> bool:
-        """Rule 4, second half."""
-        if self._is_paper:
-            return False
-        if open_.fewest is None:
-            open_.fewest = self._lowest_need(open_, -self._risk)
-        rest = open_.fewest.recompute * prices.recompute + open_.fewest.cache * prices.cache
-        gives_up = slack * (1 - self._rise_margin * open_.given_up) < rest
-        if gives_up != open_.given_up:
-            open_.given_up = gives_up
-            self._load_changed = True
-        return gives_up
 
     def _batch_prices(
         self, instance: _Instance, batch: Sequence[_Open], chosen: Sequence[int], wanted: Sequence[int]
@@ -717,15 +682,9 @@ class ThresholdController:
         residents = [open_.resident for open_ in batch]
         if self._is_paper:
             return dict.fromkeys(wanted, paper_own_prices(self._latency, instance.supply, residents))
-        riders, shares = NOBODY, []
-        for open_, resident, index in zip(batch, residents, chosen, strict=True):
-            need = self._mean_needs(open_)[index]
-            shares.append(need.recompute / (need.recompute + need.cache))
-            riders = riders.plus(resident, shares[-1])
-        return {
-            i: own_prices(self._latency, instance.supply, residents[i], riders.minus(residents[i], shares[i]))
-            for i in wanted
-        }
+        needs = [self._mean_needs(open_)[index] for open_, index in zip(batch, chosen, strict=True)]
+        shares = [need.recompute / (need.recompute + need.cache) for need in needs]
+        return own_prices(self._latency, instance.supply, residents, shares, wanted)
 
     def _times(self, open_: _Open, prices: StepPrices) -> list[tuple[float, float]]:
         """By threshold: seconds for the rest, and for its open block (or the next, at a block's end) alone."""
