@@ -113,15 +113,22 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def ms(self, load: PassLoad) -> float:
         """Milliseconds of a pass."""
-        if load.tokens <= 0:
-            return 0.0
+        return self.pass_ms(load.tokens, self.steps_ms(load))
+
+    def steps_ms(self, load: PassLoad) -> float:
+        """Milliseconds that it adds to a pass beside its rows' place on the curve: of several loads, their sum."""
         return (
-            self._curve_ms(load.tokens)
-            + self.recompute_step_ms * load.recompute_steps
+            self.recompute_step_ms * load.recompute_steps
             + self.cache_step_ms * load.cache_steps
             + self.key_ms * load.keys
             + self.pair_ms * load.pairs
         )
+
+    def pass_ms(self, tokens: float, steps_ms: float) -> float:
+        """Milliseconds of a pass of so many rows and with so much beside them."""
+        if tokens <= 0:
+            return 0.0
+        return self._curve_ms(tokens) + steps_ms
 
     def _curve_ms(self, tokens: float) -> float:
         curve = self.curve

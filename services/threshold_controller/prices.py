@@ -16,11 +16,11 @@ Shared, for load control:
    at the profiled latency is computed once, and a cluster of as many ratios as instances is no more work than one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from services.costs import LatencyProfile, PassLoad, Resident, step_load
+from services.costs import LatencyProfile, PassCost, PassLoad, Resident, step_load
 from services.threshold_controller.config import PolicyName
 
 _PAPER_TOKENS = 1536
@@ -63,39 +63,64 @@ class Fleet:
         self.pools = {kind: Pool(len(of), sum([1 / ratio for ratio in of]), min(of)) for kind, of in ratios.items()}
 
 
+class Steps(NamedTuple):
+    """What a step of each kind puts into a pass: rows, and milliseconds beside these."""
+
+    recompute_rows: float
+    recompute_ms: float
+    cache_rows: float
+    cache_ms: float
+
+
+_NOTHING = Steps(0.0, 0.0, 0.0, 0.0)
+
+
 class Riders(NamedTuple):
     """What some requests put into a pass, on average."""
 
-    recompute: PassLoad
-    cache: PassLoad
-    none: float  # probability that none of those recomputes that do not always
+    recompute_rows: float = 0.0
+    recompute_ms: float = 0.0
+    cache_rows: float = 0.0
+    cache_ms: float = 0.0
+    none: float = 1.0  # probability that none of those recomputes that do not always
     always: int = 0  # requests that recompute in each pass: those without a cache
 
-    @property
-    def no_recompute(self) -> float:
-        """Probability that none of them recomputes."""
-        return 0.0 if self.always else self.none
-
-    def plus(self, resident: Resident, share: float) -> "Riders":
+    def plus(self, steps: Steps, share: float) -> "Riders":
         """With a request more. `share`: of recompute steps among its steps."""
         return Riders(
-            self.recompute.plus(_recompute(resident, share)),
-            self.cache.plus(_cache(resident, 1 - share)),
+            self.recompute_rows + share * steps.recompute_rows,
+            self.recompute_ms + share * steps.recompute_ms,
+            self.cache_rows + (1 - share) * steps.cache_rows,
+            self.cache_ms + (1 - share) * steps.cache_ms,
             self.none * (1 - share) if share < 1 else self.none,
             self.always + (share >= 1),
         )
 
-    def minus(self, resident: Resident, share: float) -> "Riders":
+    def minus(self, steps: Steps, share: float) -> "Riders":
         """Without that request, which must be among them."""
         return Riders(
-            self.recompute.plus(_recompute(resident, -share)),
-            self.cache.plus(_cache(resident, share - 1)),
+            self.recompute_rows - share * steps.recompute_rows,
+            self.recompute_ms - share * steps.recompute_ms,
+            self.cache_rows - (1 - share) * steps.cache_rows,
+            self.cache_ms - (1 - share) * steps.cache_ms,
             self.none / (1 - share) if share < 1 else self.none,
             self.always - (share >= 1),
         )
 
+    def recompute_pass_ms(self, cost: PassCost, steps: Steps) -> float:
+        """Mean latency of a pass in which that request recomputes beside them."""
+        rows = steps.recompute_rows + self.recompute_rows + self.cache_rows
+        return cost.pass_ms(rows, steps.recompute_ms + self.recompute_ms + self.cache_ms)
 
-NOBODY = Riders(PassLoad(), PassLoad(), 1.0)
+    def cache_pass_ms(self, cost: PassCost, steps: Steps) -> float:
+        """Mean latency of a pass in which that request does a cache step beside them."""
+        rows, ms = self.cache_rows + steps.cache_rows, self.cache_ms + steps.cache_ms
+        no_recompute = 0.0 if self.always else self.none
+        if no_recompute >= 1:
+            return cost.pass_ms(rows, ms)
+        some = 1 - no_recompute
+        where_some = cost.pass_ms(rows + self.recompute_rows / some, ms + self.recompute_ms / some)
+        return some * where_some + no_recompute * cost.pass_ms(rows, ms)
 
 
 def window_tokens(resident: Resident) -> float:
@@ -116,12 +141,26 @@ def mean_share(fleet: Fleet, resident: Resident) -> float:
     return shares / fleet.size if fleet.size else 1.0
 
 
-def own_prices(latency: LatencyProfile, instance: Supply, resident: Resident, others: Riders) -> StepPrices:
-    """Rule 1."""
+def own_prices(
+    latency: LatencyProfile,
+    instance: Supply,
+    batch: Sequence[Resident],
+    shares: Sequence[float],
+    wanted: Iterable[int],
+) -> dict[int, StepPrices]:
+    """Rule 1, of the `wanted` in a batch. `shares`: of recompute steps among each one's steps."""
     degree = latency.nearest_degree(instance.tp_degree)
-    recompute_ms = latency.step_ms(degree, _recompute(resident).plus(others.recompute).plus(others.cache))
-    cache_ms = _mean_ms(latency, degree, others._replace(cache=others.cache.plus(_cache(resident))))
-    return StepPrices(recompute_ms / 1000 * instance.latency_ratio, cache_ms / 1000 * instance.latency_ratio)
+    cost, ratio = latency.cost(degree), instance.latency_ratio
+    steps = [_steps(latency, degree, resident) for resident in batch]
+    riders = Riders()
+    for one, share in zip(steps, shares, strict=True):
+        riders = riders.plus(one, share)
+    prices = {}
+    for i in wanted:
+        others = riders.minus(steps[i], shares[i])
+        recompute_ms, cache_ms = others.recompute_pass_ms(cost, steps[i]), others.cache_pass_ms(cost, steps[i])
+        prices[i] = StepPrices(recompute_ms / 1000 * ratio, cache_ms / 1000 * ratio)
+    return prices
 
 
 def paper_own_prices(latency: LatencyProfile, instance: Supply, batch: Iterable[Resident]) -> StepPrices:
@@ -163,8 +202,14 @@ def shared_prices(
 
 
 @lru_cache(_MOST_PRICES)
+def _steps(latency: LatencyProfile, degree: int, resident: Resident) -> Steps:
+    cost, recompute, cache = latency.cost(degree), _recompute(resident), _cache(resident)
+    return Steps(recompute.tokens, cost.steps_ms(recompute), cache.tokens, cost.steps_ms(cache))
+
+
+@lru_cache(_MOST_PRICES)
 def _alone(latency: LatencyProfile, instance: Supply, resident: Resident) -> StepPrices:
-    return own_prices(latency, instance, resident, NOBODY)
+    return own_prices(latency, instance, [resident], [0.0], [0])[0]
 
 
 @lru_cache(_MOST_PRICES)
@@ -172,16 +217,24 @@ def _share(
     latency: LatencyProfile, instance: Supply, resident: Resident, steps_per_block: tuple[float, float]
 ) -> StepPrices:
     degree = latency.nearest_degree(instance.tp_degree)
+    cost, steps = latency.cost(degree), _steps(latency, degree, resident)
     count = slots(instance, resident.canvas_tokens)
     factor = instance.latency_ratio / (1000 * count)
     if resident.cache == "none":
-        price = max(latency.step_ms(degree, _recompute(resident, count)) * factor, _LEAST_S)
+        price = max(cost.pass_ms(count * steps.recompute_rows, count * steps.recompute_ms) * factor, _LEAST_S)
         return StepPrices(price, price)
 
-    def block_s(steps: float) -> float:
-        share = 1 / steps
-        full = Riders(_recompute(resident, count * share), _cache(resident, count * (1 - share)), (1 - share) ** count)
-        return steps * factor * _mean_ms(latency, degree, full)
+    def block_s(steps_a_block: float) -> float:
+        share = 1 / steps_a_block
+        recomputes, caches = count * share, count * (1 - share)
+        full = Riders(
+            recomputes * steps.recompute_rows,
+            recomputes * steps.recompute_ms,
+            caches * steps.cache_rows,
+            caches * steps.cache_ms,
+            (1 - share) ** count,
+        )
+        return steps_a_block * factor * full.cache_pass_ms(cost, _NOTHING)
 
     fewest, most = steps_per_block
     most = max(most, fewest + 1.0)
@@ -202,19 +255,9 @@ def _paper_share(latency: LatencyProfile, instance: Supply, resident: Resident) 
     return StepPrices(per_token * resident.canvas_tokens, per_token * window_tokens(resident))
 
 
-def _recompute(resident: Resident, steps: float = 1.0) -> PassLoad:
-    return step_load("recompute", resident.canvas_tokens, resident.canvas_tokens, steps)
+def _recompute(resident: Resident) -> PassLoad:
+    return step_load("recompute", resident.canvas_tokens, resident.canvas_tokens)
 
 
-def _cache(resident: Resident, steps: float = 1.0) -> PassLoad:
-    return step_load("cache", window_tokens(resident), resident.canvas_tokens, steps)
-
-
-def _mean_ms(latency: LatencyProfile, degree: int, passes: Riders) -> float:
-    """Mean latency of such passes."""
-    without = latency.step_ms(degree, passes.cache)
-    any_recompute = 1 - passes.no_recompute
-    if any_recompute <= 0:
-        return without
-    where_any = PassLoad(*(part / any_recompute for part in passes.recompute))
-    return any_recompute * latency.step_ms(degree, passes.cache.plus(where_any)) + passes.no_recompute * without
+def _cache(resident: Resident) -> PassLoad:
+    return step_load("cache", window_tokens(resident), resident.canvas_tokens)

@@ -1,5 +1,7 @@
 """What steps cost: to the request itself in its batch, and as a share of a full instance."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,6 @@ from hypothesis import strategies as st
 from contracts.messages import CacheMode
 from services.costs import LatencyProfile, PassCost, Resident
 from services.threshold_controller.prices import (
-    NOBODY,
     Fleet,
     StepPrices,
     Supply,
@@ -28,39 +29,46 @@ def seconds(*ms: float) -> StepPrices:
     return StepPrices(*(pytest.approx(value / 1000) for value in ms))
 
 
+def own(
+    instance: Supply, resident: Resident, *others: tuple[Resident, float], share: float = 0.5, latency: Any = LATENCY
+) -> StepPrices:
+    """`others`: each with its share of recompute steps; `share`: its own."""
+    batch, shares = [resident, *(other for other, _ in others)], [share, *(of for _, of in others)]
+    return own_prices(latency, instance, batch, shares, [0])[0]
+
+
 def test_alone_a_step_lasts_as_long_as_its_own_pass() -> None:
     # 1 ms and 0.1 ms a token: 96 tokens, 32 tokens
-    assert own_prices(LATENCY, ONE, SMALL, NOBODY) == seconds(10.6, 4.2)
-    assert own_prices(LATENCY, ONE._replace(latency_ratio=2.0), SMALL, NOBODY) == seconds(21.2, 8.4)
+    assert own(ONE, SMALL) == seconds(10.6, 4.2)
+    assert own(ONE._replace(latency_ratio=2.0), SMALL) == seconds(21.2, 8.4)
 
 
 def test_others_add_what_they_put_into_a_pass_on_average() -> None:
-    others = NOBODY.plus(LONG, 0.25).plus(SMALL, 0.25)
-    assert (others.recompute.tokens, others.cache.tokens, others.no_recompute) == (124.0, 48.0, 0.5625)
-    assert (others.recompute.recompute_steps, others.cache.cache_steps) == (0.5, 1.5)
     # a recompute pass: 96 + 124 and 48 tokens; a cache pass: 32 + 48, and 124 more on average
-    assert own_prices(LATENCY, ONE, SMALL, others) == seconds(1 + 9.6 + 12.4 + 4.8, 1 + 8.0 + 12.4)
+    assert own(ONE, SMALL, (LONG, 0.25), (SMALL, 0.25)) == seconds(1 + 9.6 + 12.4 + 4.8, 1 + 8.0 + 12.4)
 
 
-@given(st.lists(st.tuples(st.integers(33, 900), st.sampled_from([0.1, 0.5, 1.0])), min_size=1, max_size=6))
-def test_who_leaves_a_batch_leaves_what_the_others_put_into_a_pass(batch: list[tuple[int, float]]) -> None:
-    riders = rest = NOBODY
-    for number, (canvas, share) in enumerate(batch):
-        resident = Resident(canvas, 32, "dual", 32)
-        riders = riders.plus(resident, share)
-        rest = rest.plus(resident, share) if number else rest
-    left = riders.minus(Resident(batch[0][0], 32, "dual", 32), batch[0][1])
-    assert left.no_recompute == pytest.approx(rest.no_recompute)
-    assert left.recompute == pytest.approx(rest.recompute, abs=1e-6)
-    assert left.cache == pytest.approx(rest.cache, abs=1e-6)
+shares = st.sampled_from([0.1, 0.5, 1.0])
+
+
+@given(
+    st.lists(st.tuples(st.integers(33, 900).map(lambda canvas: Resident(canvas, 32, "dual", 32)), shares), max_size=5),
+    shares,
+    shares,
+)
+def test_what_a_step_costs_a_request_does_not_depend_on_how_often_it_recomputes_itself(
+    others: list[tuple[Resident, float]], share: float, another: float
+) -> None:
+    assert own(ONE, LONG, *others, share=share) == pytest.approx(own(ONE, LONG, *others, share=another))
 
 
 def test_a_pass_without_a_recompute_step_does_not_pay_for_one() -> None:
     """What a recompute pass costs is paid as often as there is one, not always a little."""
     latency = LatencyProfile({1: PassCost(curve=((100.0, 2.0), (200.0, 40.0)))})
-    others = NOBODY.plus(Resident(200, 32, "dual", 32), 0.1)
+    other = Resident(200, 32, "dual", 32)
     without, where_any = 2.0, 40.0 + 0.38 * (32 + 28.8)
-    assert own_prices(latency, ONE, SMALL, others).cache == pytest.approx((0.1 * where_any + 0.9 * without) / 1000)
+    prices = own(ONE, SMALL, (other, 0.1), latency=latency)
+    assert prices.cache == pytest.approx((0.1 * where_any + 0.9 * without) / 1000)
 
 
 def test_by_the_paper_s_rule_all_recomputes_of_a_batch_coincide_and_all_cache_steps() -> None:
@@ -127,6 +135,6 @@ def test_nothing_is_free_and_nobody_is_faster_than_alone_on_the_fastest(
     assert shared.cache > 0
     alone = alone_prices(LATENCY, fleet, resident)
     for instance in instances:
-        own = own_prices(LATENCY, instance, resident, NOBODY.plus(LONG, 0.25))
-        assert own.recompute >= alone.recompute
-        assert own.cache >= alone.cache
+        beside = own(instance, resident, (LONG, 0.25))
+        assert beside.recompute >= alone.recompute
+        assert beside.cache >= alone.cache
