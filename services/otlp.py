@@ -142,7 +142,7 @@ class Tracing:
         self._kept_below = int(settings.sample_ratio * 2**64)
         self._queue: deque[bytes] = deque(maxlen=settings.queue_spans)
         self._collector = _Collector(service, settings)
-        self._due, self._closing = threading.Event(), False
+        self._due, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._send, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -185,20 +185,23 @@ class Tracing:
 
     def close(self, limit_s: float) -> None:
         """Sends what is queued, within `limit_s` seconds."""
-        self._closing = True
+        self._closing.set()
         self._due.set()
         self._thread.join(limit_s)
 
     def _send(self) -> None:
         batch: list[bytes] = []  # at hand: not taken by the collector so far
-        while not self._closing:
+        is_last = False
+        while not is_last:
             self._due.wait(self._settings.send_every_s)
             self._due.clear()
+            is_last = self._closing.is_set()  # before the queue is emptied: nothing comes behind it
             while self._queue or batch:
                 batch = batch or [
                     self._queue.popleft() for _ in range(min(len(self._queue), self._settings.batch_spans))
                 ]
                 if not self._collector.take(batch):
+                    self._closing.wait(self._settings.send_every_s)  # however many spans are due
                     break
                 batch = []
         _FAILED.inc(len(batch) + len(self._queue))
@@ -246,7 +249,7 @@ class _Collector:
                 return response.status
         except (OSError, HTTPException) as error:
             self._connection.close()
-            if was_open and isinstance(error, ConnectionError):  # it was idle, and the collector has closed it
+            if was_open and not isinstance(error, TimeoutError):  # it was idle, and the collector has closed it
                 return self._post(body)
             raise
 

@@ -305,6 +305,19 @@ def test_what_a_collector_refuses_is_counted_and_told_of_once(
     ]
 
 
+def test_a_collector_that_is_away_is_not_tried_for_every_span(
+    collector: Receiver, turn_on: Callable[..., None]
+) -> None:
+    turn_on(batch_spans=1, queue_spans=4, send_every_s=600)
+    collector.status = 503
+    telemetry.begin("call").end()
+    wait_until(lambda: collector.batches, "it was tried")
+    for _ in range(5000):  # long enough for the thread to take its turn
+        telemetry.begin("call").end()
+    telemetry.shut_down()
+    assert len(collector.batches) == 2, "and at the end"
+
+
 def test_nobody_waits_for_a_collector_that_is_not_there(turn_on: Callable[..., None]) -> None:
     turn_on(endpoint="http://127.0.0.1:9", queue_spans=64, batch_spans=64)
     failed = outcome("failed")

@@ -31,12 +31,12 @@ def test_equal_times_lose_nothing_and_a_tenth_more_time_costs_an_eleventh() -> N
     same = [Pair(off=part(2.0), on=part(2.0))] * 4
     assert loss(same) == (0.0, 0.0)
     slower = [Pair(off=part(s), on=part(1.1 * s)) for s in (1.0, 2.0, 4.0)]
-    assert loss(slower) == (pytest.approx(1 / 11), pytest.approx(1 / 11))
+    assert loss(slower) == pytest.approx((1 / 11, 1 / 11))
 
 
 def test_processor_time_is_compared_as_time_is() -> None:
     pairs = [Pair(off=part(1.0, cpu_s=s), on=part(9.0, cpu_s=1.25 * s)) for s in (1.0, 3.0)]
-    assert loss_per_cpu(pairs) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert loss_per_cpu(pairs) == pytest.approx((0.2, 0.2))
 
 
 def test_turns_are_added_up_and_the_overhead_is_a_steps() -> None:
