@@ -9,6 +9,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import subprocess
@@ -50,6 +51,7 @@ def measure_load_control(folder: str, slos_s: Sequence[float | None]) -> LoadCon
     profile = load_profile(folder)
     settings = ThresholdControllerConfig(profile=folder, load_every_s=0.0)
     controller = ThresholdController(settings, profile, load_latency(profile.latency_file))
+    gc.freeze()  # as the controller does
     controller.handle(e.CaughtUp(), 0.0)
     for number in range(OPEN):
         slo_s = slos_s[number % len(slos_s)]
