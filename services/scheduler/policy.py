@@ -886,10 +886,11 @@ class Scheduler:
             return
         late = [
             open_
-            for instance in serving
-            for open_ in self._movable(instance, now)
-            if open_.deadline is None and open_.slo_s < math.inf and open_.id not in instance.leaving
+            for open_ in self._open.values()
+            if open_.deadline is None and open_.slo_s < math.inf and _is_movable(open_, now)
         ]
+        by_id = {instance.id: instance for instance in serving}
+        late = [o for o in late if o.instance_id in by_id and o.id not in by_id[o.instance_id].leaving]
         for open_ in sorted(late, key=lambda o: o.rank, reverse=True)[:wanted]:
             self._release(open_, self._instances[open_.instance_id], "late")
 
@@ -904,12 +905,7 @@ class Scheduler:
 
     def _movable(self, instance: Instance, now: float) -> list[_Open]:
         """Of those that it holds, the most urgent first."""
-        movable = [
-            open_
-            for open_ in self._held_by(instance)
-            if open_.phase == "running" and not open_.moving_to and open_.has_boundary_ahead and now < open_.expires_at
-        ]
-        return sorted(movable, key=lambda o: o.rank)
+        return sorted((o for o in self._held_by(instance) if _is_movable(o, now)), key=lambda o: o.rank)
 
     def _move(self, open_: _Open, source: Instance, target: Instance, reason: ReleaseReason) -> None:
         """Rule 12."""
@@ -1094,6 +1090,10 @@ class Scheduler:
             assert all(open_.instance_id == instance.id for open_ in self._held_by(instance))
             assert all(self._open[id_].moving_to == instance.id for id_ in instance.coming)
         assert not self._commands
+
+
+def _is_movable(open_: _Open, now: float) -> bool:
+    return open_.phase == "running" and not open_.moving_to and open_.has_boundary_ahead and now < open_.expires_at
 
 
 def _remember(kept: OrderedDict, key: str, value: object, most: int) -> None:  # type: ignore[type-arg]
