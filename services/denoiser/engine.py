@@ -342,7 +342,7 @@ class Engine:
 
     def _pack(self, riders: "Sequence[_Running]") -> Batch:
         layout = self._layout_of(riders)
-        wanted = [r.wanted_rows + start for r, start in zip(riders, layout.row_starts, strict=True)]
+        wanted = [r.wanted_rows(start) for r, start in zip(riders, layout.row_starts, strict=True)]
         # One copy to the device for all that changes from step to step.
         packed = np.concatenate([r.ids[slice(*r.window)] for r in riders] + wanted)
         on_device = self._to_device(packed)
@@ -460,11 +460,10 @@ class _Running:
         """Positions among which the next step chooses."""
         return self.eligible[:1] if self.settles_first else self.eligible
 
-    @property
-    def wanted_rows(self) -> IntArray:
-        """Rows of the window that predict them."""
+    def wanted_rows(self, first_row: int) -> IntArray:
+        """Rows of the pass that predict them, where the window begins at `first_row`."""
         rows = np.maximum(self.asked - 1, 0) if self.shifted else self.asked
-        return rows - self.window[0]
+        return rows + (first_row - self.window[0])
 
     @property
     def by_entropy(self) -> bool:

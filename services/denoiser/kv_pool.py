@@ -115,7 +115,6 @@ class KVPool:
     ) -> None:
         self.slots, self.device = SlotAllocator(capacity), device
         self._views: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self.num_kv_heads = num_kv_heads
         self.generation = 0  # counts compactions: who remembers slots across passes compares it
         self.spare_slot = capacity  # +1 slot, nobody's: padded rows write their keys and values there
         # Zeros, not empty: slots are read only after they were written, but NaN in a gap would hide a mistake.
@@ -123,6 +122,7 @@ class KVPool:
         self._kv_NSKD = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = self._kv_NSKD.unbind()
         self._halves = [(layer[:, :num_kv_heads], layer[:, num_kv_heads:]) for layer in self._layers]
+        self._keys_N1KSD, self._values_N1KSD = self._kv_NSKD.transpose(1, 2).unsqueeze(1).chunk(2, dim=2)
 
     def allocate(self, request_id: str, length: int) -> None:
         """Give a request its slots, moving others if need be."""
@@ -168,9 +168,9 @@ class KVPool:
         Made once and kept: cutting them anew would cost as much as a small kernel.
         """
         if request_id not in self._views:
-            span, K = self.slots.span(request_id), self.num_kv_heads
-            kv = self._kv_NSKD[:, span.start : span.end].transpose(1, 2).unsqueeze(1)
-            self._views[request_id] = list(zip(kv[:, :, :K].unbind(), kv[:, :, K:].unbind(), strict=True))
+            span = self.slots.span(request_id)
+            keys, values = (x.narrow(3, span.start, span.length) for x in (self._keys_N1KSD, self._values_N1KSD))
+            self._views[request_id] = list(zip(keys.unbind(), values.unbind(), strict=True))
         return self._views[request_id]
 
 

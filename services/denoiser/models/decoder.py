@@ -62,7 +62,6 @@ class Decoder:
             for index in range(spec.num_layers)
         ]
 
-    @torch.inference_mode()
     def rotary(self, windows: Sequence[tuple[int, int]]) -> Tensor:
         """[T, ...], as the kernels like it."""
         return self.rope.at(windows)
