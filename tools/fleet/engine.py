@@ -2,7 +2,7 @@
 
 1. A pass takes what the latency profile says of its load; `choose_riders` chooses it, as in the engine.
 2. A request denoises as the published one does that its seed numbers (tools/simulate/denoising.py, `Counted`). One that
-   comes with blocks done has done them here, at the threshold that it comes with.
+   comes with blocks done has done them here, at the threshold that it comes with. Openings are not counted: none here.
 3. Of tokens and confidences nothing is published: all tokens are one and the same, as sure as the threshold asks.
 """
 
