@@ -51,6 +51,9 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--model", type=Path, required=True, help="folder of the model")
     parser.add_argument("--thresholds", default="0.5,0.6,0.7,0.8,0.9")
     parser.add_argument("--cache", default="none,prefix,dual")
+    parser.add_argument(
+        "--opening-share", type=float, default=0.0, help="also thresholds below 0.9 after such an opening, dual cache"
+    )
     parser.add_argument("--count", type=int, default=1_500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -64,12 +67,24 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from services.denoiser.loader import choose_dtype
-    from tools.tiny_model.evaluate import EvaluationJob, Setting, evaluate, markdown, problems_of, report
+    from tools.tiny_model.evaluate import (
+        OPENING_THRESHOLD,
+        EvaluationJob,
+        Setting,
+        evaluate,
+        markdown,
+        problems_of,
+        report,
+    )
 
     thresholds = [float(text) for text in arguments.thresholds.split(",")]
+    settings = [Setting(cache, threshold) for cache in arguments.cache.split(",") for threshold in thresholds]
+    if arguments.opening_share:
+        lower = [threshold for threshold in thresholds if threshold < OPENING_THRESHOLD]
+        settings += [Setting("dual", threshold, arguments.opening_share) for threshold in lower]
     job = EvaluationJob(
         model_folder=arguments.model,
-        settings=tuple(Setting(cache, threshold) for cache in arguments.cache.split(",") for threshold in thresholds),
+        settings=tuple(settings),
         count=arguments.count,
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
@@ -83,7 +98,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     for setting, found in outcomes.items():
         wrong = [pair for pair in zip(problems_of(job.count, job.seed), found, strict=True) if not pair[1].is_correct]
         for problem, outcome in wrong[: arguments.show_wrong]:
-            print(f"{setting.cache} {setting.threshold}: {problem.prompt!r}")
+            print(f"{setting.cache} {setting.words}: {problem.prompt!r}")
             print(f"    got  {outcome.text!r}\n    want {problem.answer!r}")
     if arguments.out:
         arguments.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")

@@ -23,6 +23,7 @@ from tools.tiny_model.tasks import Problem, is_correct, sample
 CACHE_MODES = ("none", "prefix", "dual")
 # The engine holds this many problems at a time; larger batches gain nothing on a CPU.
 RUNNING_TOGETHER = 16
+OPENING_THRESHOLD = 0.9
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,14 @@ class Setting:
 
     cache: str
     threshold: float
+    opening_share: float = 0.0  # of each block, at OPENING_THRESHOLD or more
+
+    @property
+    def words(self) -> str:
+        """For a table."""
+        return f"{self.threshold:g}" + (
+            f" after {self.opening_share:.0%} at {OPENING_THRESHOLD}" * bool(self.opening_share)
+        )
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,12 @@ class EvaluationJob:
 
     def __post_init__(self) -> None:
         for setting in self.settings:
-            if setting.cache not in CACHE_MODES or not 0 < setting.threshold <= 1:
-                raise ValueError(f"no such setting: cache {setting.cache!r}, threshold {setting.threshold}")
+            if (
+                setting.cache not in CACHE_MODES
+                or not 0 < setting.threshold <= 1
+                or not 0 <= setting.opening_share <= 1
+            ):
+                raise ValueError(f"no such setting: {setting}")
         if self.count < 2 or self.num_processes < 1:
             raise ValueError(f"count {self.count} and processes {self.num_processes} are too small")
 
@@ -139,6 +152,7 @@ class Decoder:
 
     def _admit(self, request_id: str, problem: Problem, setting: Setting) -> None:
         from services.denoiser.engine import CacheMode, Job, Threshold
+        from services.opening import Opening
         from tools.tiny_model.tokenizer import render_chat
 
         cache: CacheMode = next(mode for mode in get_args(CacheMode) if mode == setting.cache)
@@ -150,7 +164,7 @@ class Decoder:
                 max_tokens=self._job.max_tokens,
                 block_size=self._job.block_size,
                 cache=cache,
-                choice=Threshold(setting.threshold),
+                choice=Threshold(setting.threshold, Opening(share=setting.opening_share, threshold=OPENING_THRESHOLD)),
             )
         )
 
@@ -176,7 +190,7 @@ def _row(setting: Setting, outcomes: list[Outcome], problems: list[Problem]) -> 
     tasks = sorted({problem.task for problem in problems})
     return {
         "cache": setting.cache,
-        "threshold": setting.threshold,
+        "threshold": setting.words,
         **_summary(outcomes),
         "tasks": {
             task: _summary([o for o, problem in zip(outcomes, problems, strict=True) if problem.task == task])
@@ -203,14 +217,17 @@ def _quantile(ordered: list[int], share: float) -> int:
 
 
 def _paired_rows(outcomes: dict[Setting, list[Outcome]]) -> list[dict[str, Any]]:
+    """Of each cache mode from the highest to the lowest threshold, and to each with an opening."""
     rows = []
     for cache in dict.fromkeys(setting.cache for setting in outcomes):
-        thresholds = sorted(setting.threshold for setting in outcomes if setting.cache == cache)
+        settings = sorted((s for s in outcomes if s.cache == cache), key=lambda s: (s.opening_share, s.threshold))
+        plain = [setting for setting in settings if not setting.opening_share]
         # 0.9 where there is one: nothing is gained above it.
-        high = 0.9 if 0.9 in thresholds else thresholds[-1]
-        if thresholds[0] < high:
-            above, below = outcomes[Setting(cache, high)], outcomes[Setting(cache, thresholds[0])]
-            rows.append({"cache": cache, "from": high, "to": thresholds[0], **paired_difference(above, below)})
+        high = next((setting for setting in plain if setting.threshold == OPENING_THRESHOLD), plain[-1])
+        for low in settings:
+            if low == plain[0] != high or low.opening_share:
+                difference = paired_difference(outcomes[high], outcomes[low])
+                rows.append({"cache": cache, "from": high.words, "to": low.words, **difference})
     return rows
 
 

@@ -39,23 +39,30 @@ def test_the_paired_difference_counts_problem_by_problem() -> None:
 
 
 def test_the_report_has_a_row_for_each_setting_and_compares_with_nine_tenths() -> None:
-    settings = tuple(Setting("dual", threshold) for threshold in (0.5, 0.9, 0.95))
+    settings = (*(Setting("dual", threshold) for threshold in (0.5, 0.9, 0.95)), Setting("dual", 0.6, 0.7))
     job = EvaluationJob(Path("unused"), settings, count=20)
     outcomes = {
         setting: [Outcome(index < 20 * setting.threshold, index + 1, "") for index in range(20)] for setting in settings
     }
     content = report(job, outcomes)
-    assert [row["exact_percent"] for row in content["settings"]] == [50.0, 90.0, 95.0]
+    assert [row["exact_percent"] for row in content["settings"]] == [50.0, 90.0, 95.0, 60.0]
     assert content["settings"][0]["steps_mean"] == 10.5
     assert sum(task["count"] for task in content["settings"][0]["tasks"].values()) == 20
-    assert [(row["from"], row["to"], row["points_lost"]) for row in content["paired"]] == [(0.9, 0.5, 40.0)]
+    found = [(row["from"], row["to"], row["points_lost"]) for row in content["paired"]]
+    assert found == [("0.9", "0.5", 40.0), ("0.9", "0.6 after 70% at 0.9", 30.0)]
     table = markdown(content)
     assert "| dual | 0.9 | 90.0 % | 10.5 | 2 | 11 | 20 | 20 |" in table
     assert "| dual | 0.9 | 0.5 | 40.0 (" in table
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"settings": (Setting("some", 0.9),)}, {"settings": (Setting("dual", 1.5),)}, {"count": 1}]
+    "wrong",
+    [
+        {"settings": (Setting("some", 0.9),)},
+        {"settings": (Setting("dual", 1.5),)},
+        {"settings": (Setting("dual", 0.5, 1.5),)},
+        {"count": 1},
+    ],
 )
 def test_a_job_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"no such setting|too small"):
