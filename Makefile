@@ -32,8 +32,8 @@ up: $(VENV)/.installed-up ## start the whole stack here: nats-server, the servic
 down: $(VENV)/.installed-up ## stop the stack that `make up` has started
 	@$(PY) -m tools.up --down $(UP_ARGS)
 
-test: $(VENV)/.installed-dev ## all tests that run on a laptop, with a real nats-server and real processes
-	$(PY) -m pytest -m "not gpu and not vllm and not lm_eval" $(ARGS)
+test: $(VENV)/.installed-dev ## all tests that run on a laptop, with a real nats-server and real processes; two at a time, or one: ARGS="-n 0"
+	$(PY) -m pytest -n 2 -m "not gpu and not vllm and not lm_eval" $(ARGS)
 
 test-api: $(VENV)/.installed-dev ## hold the HTTP API against its OpenAPI description: over 2,000 requests by schemathesis
 	API_EXAMPLES=150 $(PY) -m pytest -s tests/e2e/test_api_description.py $(ARGS)

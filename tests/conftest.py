@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -19,6 +20,20 @@ from tests.waiting import wait_until
 # a busy machine is no failure: an example has no time limit of its own, a test has pytest-timeout's
 hypothesis.settings.register_profile("tediserve", deadline=None)
 hypothesis.settings.load_profile("tediserve")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: a file stays in one process, and so does all of tests/e2e, which shares a stack."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "tests/e2e" if file.startswith("tests/e2e/") else file
+
+    config.option.loadscopereorder = False  # the alphabet's order has the slow folders first
+    return Scheduling(config, log)
 
 
 def nats_server_binary() -> str:
