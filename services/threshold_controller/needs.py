@@ -130,12 +130,13 @@ class Outlook:
         behind = 0 if standing.is_last_block else shape.num_blocks - standing.begun
         most_blocks = float(max(behind, fewest_blocks))
         needs = []
-        most_steps = most_recomputes = 0.0
+        total, recomputes = 1.0, fewest_blocks  # neither falls (rule 5); without calls of max and min, for it is hot
         for steps, blocks in pairs[:count]:
-            blocks = min(max(blocks, fewest_blocks), most_blocks)
-            most_steps = max(most_steps, steps, blocks, 1.0)
-            most_recomputes = most_steps if shape.cache == "none" else max(most_recomputes, blocks)
-            needs.append(Need(most_recomputes, most_steps - most_recomputes))
+            if blocks > recomputes:
+                recomputes = blocks if blocks < most_blocks else most_blocks
+            if steps > total or recomputes > total:
+                total = steps if steps > recomputes else recomputes
+            needs.append(Need(total, 0.0) if shape.cache == "none" else Need(recomputes, total - recomputes))
         return needs
 
     def _from_forecast(self, forecast: RequestForecast, standing: Standing, risk: float) -> list[tuple[float, float]]:
