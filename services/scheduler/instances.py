@@ -49,7 +49,8 @@ class _Prices(NamedTuple):
 class Instance:
     """One instance. It exists from the first sign of it; it can be given work once its status is known (`heard`)."""
 
-    def __init__(self, instance_id: str, now: float) -> None:
+    def __init__(self, instance_id: str, now: float, latency: LatencyProfile, steps_per_block: float) -> None:
+        self._latency, self._steps_per_block = latency, steps_per_block
         self.id = instance_id
         self.seen_at = now  # last sign of life
         self.heard = False
@@ -128,44 +129,46 @@ class Instance:
             return 0
         return max(0, self.kv_tokens - self.tokens)
 
-    def step_ms(self, latency: LatencyProfile, steps_per_block: float) -> float:
+    @property
+    def step_ms(self) -> float:
         """Mean step latency, in milliseconds (rule 3)."""
-        return self.latency_ratio * self._priced(latency, steps_per_block).ms
+        return self.latency_ratio * (self._prices or self._priced()).ms
 
-    def step_ms_with(self, load: PassLoad, latency: LatencyProfile, steps_per_block: float) -> float:
+    def step_ms_with(self, load: PassLoad) -> float:
         """The same with a request of that `mean_pass` added."""
-        prices = self._prices or self._priced(latency, steps_per_block)
+        prices = self._prices or self._priced()
         return self.latency_ratio * prices.cost.ms(prices.load.plus(load))
 
-    def step_ms_with_one_more(self, latency: LatencyProfile, steps_per_block: float) -> float:
+    @property
+    def step_ms_with_one_more(self) -> float:
         """The same with one more like those that it holds."""
-        return self.latency_ratio * self._priced(latency, steps_per_block).one_more_ms
+        return self.latency_ratio * (self._prices or self._priced()).one_more_ms
 
-    def alone_ms(self, latency: LatencyProfile, steps_per_block: float) -> float:
+    @property
+    def alone_ms(self) -> float:
         """Milliseconds of a step of one of those that it holds, alone."""
-        return self.latency_ratio * self._priced(latency, steps_per_block).alone_ms
+        return self.latency_ratio * (self._prices or self._priced()).alone_ms
 
-    def shortest_slo_s(self, least_s: float, latency: LatencyProfile, steps_per_block: float) -> float:
+    def shortest_slo_s(self, least_s: float) -> float:
         """The shortest SLO there that is not below `least_s`, in seconds; infinite: none."""
-        slos_s = self._priced(latency, steps_per_block).slos_s
+        slos_s = (self._prices or self._priced()).slos_s
         index = bisect_left(slos_s, least_s)
         return slos_s[index] if index < len(slos_s) else math.inf
 
-    def _priced(self, latency: LatencyProfile, steps_per_block: float) -> _Prices:
-        if self._prices is None:
-            staying = [resident for id_, resident in self.residents.items() if id_ not in self.leaving]
-            load = mean_pass([*staying, *self.foreign], steps_per_block)
-            count = max(1, len(staying) + len(self.foreign))
-            one = PassLoad(*[part / count for part in load])
-            cost = latency.cost(latency.nearest_degree(self.tp_degree))
-            self._prices = _Prices(
-                cost=cost,
-                load=load,
-                ms=cost.ms(load),
-                alone_ms=cost.ms(one),
-                one_more_ms=cost.ms(load.plus(one)),
-                slos_s=sorted(self._slos_s.values()),
-            )
+    def _priced(self) -> _Prices:
+        staying = [resident for id_, resident in self.residents.items() if id_ not in self.leaving]
+        load = mean_pass([*staying, *self.foreign], self._steps_per_block)
+        count = max(1, len(staying) + len(self.foreign))
+        one = PassLoad(*[part / count for part in load])
+        cost = self._latency.cost(self._latency.nearest_degree(self.tp_degree))
+        self._prices = _Prices(
+            cost=cost,
+            load=load,
+            ms=cost.ms(load),
+            alone_ms=cost.ms(one),
+            one_more_ms=cost.ms(load.plus(one)),
+            slos_s=sorted(self._slos_s.values()),
+        )
         return self._prices
 
     def check_invariants(self) -> None:

@@ -168,7 +168,6 @@ class Scheduler:
         self.epoch = epoch
         self._profile = profile
         self._latency = latency
-        self._of_profile = latency, profile.decoding.steps_per_block
         self._open: dict[str, _Open] = {}
         self._queue = WaitingQueue()
         self._instances: dict[str, Instance] = {}
@@ -505,7 +504,9 @@ class Scheduler:
     def _instance(self, instance_id: str, now: float) -> Instance:
         instance = self._instances.get(instance_id)
         if instance is None:
-            instance = self._instances[instance_id] = Instance(instance_id, now)
+            instance = self._instances[instance_id] = Instance(
+                instance_id, now, self._latency, self._profile.decoding.steps_per_block
+            )
             self._set_alarm(now + self.config.instance_silent_s, "instance", instance_id)
         return instance
 
@@ -649,7 +650,7 @@ class Scheduler:
         largest = 0
         for instance in self._open_to(""):
             room = instance.room(now)
-            if room > largest and self._has_time(instance, instance.step_ms_with_one_more(*self._of_profile)):
+            if room > largest and self._has_time(instance, instance.step_ms_with_one_more):
                 largest = room
         return largest
 
@@ -666,10 +667,10 @@ class Scheduler:
         """Rule 7. `is_good`: whether an instance will do with steps of so many milliseconds."""
         best, best_rank = None, (math.inf, 0, "")
         # No request makes steps shorter: from where they are longer without it than elsewhere with it, none is better.
-        for step_ms, instance in sorted(((self._step_ms(i), i) for i in among), key=itemgetter(0)):
+        for step_ms, instance in sorted(((i.step_ms, i) for i in among), key=itemgetter(0)):
             if step_ms > best_rank[0]:
                 break
-            rank = (self._step_ms(instance, open_.load), instance.tokens, instance.id)
+            rank = (instance.step_ms_with(open_.load), instance.tokens, instance.id)
             if rank < best_rank and is_good(instance, rank[0]):
                 best, best_rank = instance, rank
         return best
@@ -680,8 +681,8 @@ class Scheduler:
         if not fill_share or not instance.residents:
             return True
         mean_run_s = self._mean_steps / 1000  # times milliseconds a step
-        least_slo_s = mean_run_s * instance.alone_ms(*self._of_profile) / fill_share
-        shortest_s = instance.shortest_slo_s(least_slo_s, *self._of_profile)
+        least_slo_s = mean_run_s * instance.alone_ms / fill_share
+        shortest_s = instance.shortest_slo_s(least_slo_s)
         if shortest_s == math.inf:
             return True
         if slo_s >= least_slo_s:
@@ -698,11 +699,6 @@ class Scheduler:
             and instance.id != open_.instance_id
             and instance.seen_at > open_.lost_at
         ]
-
-    def _step_ms(self, instance: Instance, added: PassLoad | None = None) -> float:
-        if added is None:
-            return instance.step_ms(*self._of_profile)
-        return instance.step_ms_with(added, *self._of_profile)
 
     def _assign(self, open_: _Open, instance: Instance, now: float, *, moved: bool = False) -> None:
         self._leave_queue(open_)
@@ -861,16 +857,16 @@ class Scheduler:
 
     def _even_out(self, now: float) -> None:
         """Rule 14."""
-        slowest_first = sorted(self._serving(), key=lambda i: (-self._step_ms(i), i.id))
+        slowest_first = sorted(self._serving(), key=lambda i: (-i.step_ms, i.id))
         targets = self._targets(now)
         for instance in slowest_first:
-            if not targets or self._too_slow(self._step_ms(targets[0]), instance):
+            if not targets or self._too_slow(targets[0].step_ms, instance):
                 return  # nobody gains by moving, here or on the faster ones
             for open_ in self._movable(instance, now) if not instance.draining else ():
                 if len(instance.leaving) >= self.config.max_moves:
                     break
                 target = self._fastest(open_, self._fitting(open_, now, targets))
-                if target is not None and not self._too_slow(self._step_ms(target, open_.load), instance):
+                if target is not None and not self._too_slow(target.step_ms_with(open_.load), instance):
                     self._move(open_, instance, target, "faster")
                     targets = self._targets(now)
 
@@ -896,12 +892,12 @@ class Scheduler:
 
     def _too_slow(self, step_ms: float, instance: Instance) -> bool:
         """Steps of that length are no reason to leave the instance."""
-        return step_ms >= (1 - self.config.move_gain_share) * self._step_ms(instance)
+        return step_ms >= (1 - self.config.move_gain_share) * instance.step_ms
 
     def _targets(self, now: float) -> list[Instance]:
         """The fastest instances with room."""
         able = [i for i in self._open_to("") if i.room(now) > 0 and len(i.coming) < self.config.max_moves]
-        return sorted(able, key=lambda i: (self._step_ms(i), i.tokens, i.id))[:_MAX_TARGETS]
+        return sorted(able, key=lambda i: (i.step_ms, i.tokens, i.id))[:_MAX_TARGETS]
 
     def _movable(self, instance: Instance, now: float) -> list[_Open]:
         """Of those that it holds, the most urgent first."""
@@ -1051,7 +1047,7 @@ class Scheduler:
         fewest = steps_at(open_.request.threshold or open_.request.floor, decoding) / steps_at(
             decoding.threshold, decoding
         )
-        step_ms = min((self._step_ms(i, open_.load) for i in self._serving() if not i.draining), default=0.0)
+        step_ms = min((i.step_ms_with(open_.load) for i in self._serving() if not i.draining), default=0.0)
         late_at = open_.deadline - fewest * self._mean_steps * step_ms / 1000
         if late_at <= now:
             self._forget_deadline(open_)

@@ -46,7 +46,7 @@ def with_slo(name: str, slo_s: float, seq: int = 1, **fields: Any) -> e.RequestS
 
 
 def instance(ratio: float = 1.0, tp_degree: int = 1) -> Instance:
-    made = Instance("a", 0.0)
+    made = Instance("a", 0.0, LatencyProfile({1: LINE}), DECODING.steps_per_block)
     made.latency_ratio, made.tp_degree = ratio, tp_degree
     return made
 
