@@ -16,8 +16,6 @@ from tools.experiments.recordings import ROOT
 from tools.experiments.setups import SETUPS
 from tools.traces.recorder import ProcessLost
 
-MINUTES = 75  # of the two-hour trace: more would take more than all else together
-
 
 def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line (or these words) and run the command."""
@@ -63,7 +61,7 @@ def _add_sweep(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", 
     add("--processes", type=int, default=2, help="(default: 2)")
     add("--docs", type=Path, default=ROOT / "docs", help="folder of RESULTS.md (default: docs)")
     if name == "all":
-        add("--minutes", type=int, default=MINUTES, help=f"of the two-hour trace; 0: none (default: {MINUTES})")
+        add("--minutes", type=int, default=120, help="of the two-hour trace; 0: leave it out (default: 120)")
     parser.set_defaults(run=_sweep, experiment=name)
 
 

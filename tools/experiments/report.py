@@ -2,6 +2,7 @@
 here and in plan.py; every number in a table comes from a file."""
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -154,23 +155,28 @@ def _yes(met: bool) -> str:
 
 _AGAINST = """## Ours against the paper's rules
 
-`tedi` less `paper` in the same runs (arrivals, prompts), in points; ± over seeds. Measured workloads only. On the
-built-in tasks each runs as it is served: ours with openings and quality floors, which the paper has not.
+Ours less `paper` in the same runs (arrivals, prompts), in points; ± over seeds. Measured workloads only. `tedi-ahead`
+is `tedi` with a `margin_s` of a quarter of the SLO. On the built-in tasks each runs as it is served: ours with openings
+and quality floors, which the paper has not.
 **better**: neither *in time* nor *accuracy* is lower by more than half a point, and one is higher by more than that;
 **trade**: one is higher and the other lower; **worse**: the other way round.
 
-| workload | rate | SLO | seeds | in time | accuracy | right in time | |
-|---|---|---|---|---|---|---|---|
+| workload | ours | rate | SLO | seeds | in time | accuracy | right in time | |
+|---|---|---|---|---|---|---|---|---|
 """
+
+
+_OUR_SYSTEMS = ("tedi", "tedi-ahead")
 
 
 def _against(*tables: Sequence[Cell]) -> str:
     cells = [cell for cells in tables for cell in cells if SETUPS[cell.setup].is_measured]
-    pairs = paired(cells, "tedi", "paper")
+    pairs = [(system, pair) for system in _OUR_SYSTEMS for pair in paired(cells, system, "paper")]
     lines = [
         _line(
             [
                 SETUPS[pair.setup].title,
+                system,
                 _rate(pair.rate, SETUPS[pair.setup].rate_unit),
                 f"x {pair.slo_factor:g}",
                 str(len(pair.seeds)),
@@ -180,7 +186,7 @@ def _against(*tables: Sequence[Cell]) -> str:
                 f"**{_verdict(pair)}**" if pair.accuracy else "",
             ]
         )
-        for pair in pairs
+        for system, pair in sorted(pairs, key=lambda one: list(SETUPS).index(one[1].setup))
     ]
     return _AGAINST + "\n".join(lines) + "\n" + _margins(pairs)
 
@@ -193,29 +199,35 @@ _MARGINS = """
 Over all points of a workload that have {seeds} seeds or more: of each seed the mean over these points, ± over seeds.
 Goal: **better** in the mean, and **worse** at no point.
 
-| workload | points | in time | accuracy | right in time | better | equal | trade | worse | goal |
-|---|---|---|---|---|---|---|---|---|---|
+| workload | ours | points | in time | accuracy | right in time | better | equal | trade | worse | goal |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 _SEEDS = 5
 
 
-def _margins(pairs: Sequence[Paired]) -> str:
-    """What ours gains on each workload."""
-    rows, met = [], []
-    for key in dict.fromkeys(pair.setup for pair in pairs):
-        known = [p for p in pairs if p.setup == key and len(p.seeds) >= _SEEDS and len(p.accuracy) == len(p.seeds)]
+def _margins(pairs: Sequence[tuple[str, Paired]]) -> str:
+    """What ours gain on each workload."""
+    rows: list[str] = []
+    met: dict[str, bool] = {}
+    for key, system in product(SETUPS, _OUR_SYSTEMS):
+        known = [pair for name, pair in pairs if (name, pair.setup) == (system, key) and _is_whole(pair)]
         if not known:
             continue
         by_seed = [_by_seed(known, name) for name in ("attainment", "accuracy", "right_in_time")]
         said = [_verdict(pair) for pair in known]
-        met.append(verdict(fmean(by_seed[0]), fmean(by_seed[1])) == "better" and "worse" not in said)
+        is_met = verdict(fmean(by_seed[0]), fmean(by_seed[1])) == "better" and "worse" not in said
+        met[key] = is_met or met.get(key, False)
         counts = [str(said.count(word)) for word in ("better", "equal", "trade", "worse")]
-        told = [SETUPS[key].title, str(len(known)), *(points(values) for values in by_seed), *counts]
-        rows.append(_line([*told, "met" if met[-1] else "**not met**"]))
+        told = [SETUPS[key].title, system, str(len(known)), *(points(values) for values in by_seed), *counts]
+        rows.append(_line([*told, "met" if is_met else "**not met**"]))
     if not rows:
         return ""
-    summed = f"\n**Met on {sum(met)} of {len(met)} workloads.**\n"
+    summed = f"\n**Met, by one of ours, on {sum(met.values())} of {len(met)} workloads.**\n"
     return _MARGINS.format(seeds=_SEEDS) + "\n".join(rows) + "\n" + summed
+
+
+def _is_whole(pair: Paired) -> bool:
+    return len(pair.seeds) >= _SEEDS and len(pair.accuracy) == len(pair.seeds)
 
 
 def _by_seed(pairs: Sequence[Paired], name: str) -> list[float]:

@@ -183,7 +183,10 @@ def test_ours_is_compared_with_the_papers_rules_run_by_run() -> None:
     cells = [cell("tedi", seed=n, attainment=0.9 + n / 100, accuracy=0.75) for n in range(2)]
     cells += [cell("paper", seed=n, attainment=0.8, accuracy=0.75) for n in range(2)]
     text = text_of(rates=cells)
-    assert "| GSM8K, LLaDA-8B | 1.875 a GPU | x 5 | 2 | +10.5 ± 0.7 | +0.0 ± 0.0 | +7.9 ± 0.5 | **better** |" in text
+    assert (
+        "| GSM8K, LLaDA-8B | tedi | 1.875 a GPU | x 5 | 2 | +10.5 ± 0.7 | +0.0 ± 0.0 | +7.9 ± 0.5 | **better** |"
+        in text
+    )
 
 
 def seeds(system: str, attainment: Sequence[float], accuracy: float = 0.75, **changes: object) -> list[Cell]:
@@ -199,13 +202,13 @@ def test_the_margin_of_a_workload_is_over_points_of_five_seeds_with_its_spread()
     cells += seeds("tedi", [0.84] * 5, 0.76, rate=1.6874) + seeds("paper", theirs, rate=1.6874)
     cells += seeds("tedi", [0.1], rate=1.5) + seeds("paper", [0.9], rate=1.5)  # a single seed
     text = text_of(rates=cells)
-    margin = "| GSM8K, LLaDA-8B | 2 | +4.0 ± 1.6 | +0.5 ± 0.0 |"
+    margin = "| GSM8K, LLaDA-8B | tedi | 2 | +4.0 ± 1.6 | +0.5 ± 0.0 |"
     assert f"{margin} +3.0 ± 1.2 | 2 | 0 | 0 | 0 | met |" in text
-    assert "**Met on 1 of 1 workloads.**" in text
+    assert "**Met, by one of ours, on 1 of 1 workloads.**" in text
     worse = seeds("tedi", [0.7] * 5, slo_factor=3.0) + seeds("paper", theirs, slo_factor=3.0)
     text = text_of(rates=cells, slos=worse)
     assert "| 2 | 0 | 0 | 1 | **not met** |" in text
-    assert "**Met on 0 of 1 workloads.**" in text
+    assert "**Met, by one of ours, on 0 of 1 workloads.**" in text
 
 
 @pytest.mark.parametrize(
