@@ -10,6 +10,7 @@
 """
 
 import csv
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional
 
 from services.denoiser.loader import DTYPES, choose_dtype
@@ -63,7 +64,9 @@ def train(job: TrainJob) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        spawn(_run_rank, args=(store, job), nprocs=job.train.num_ranks)  # type: ignore[no-untyped-call]
+        # forked from a server that has imported this module once: it outlives the call, and serves the next one
+        multiprocessing.set_forkserver_preload([__name__])
+        start_processes(_run_rank, args=(store, job), nprocs=job.train.num_ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 def make_model_config(tokenizer: Tokenizer, **overrides: int) -> ModelConfig:
