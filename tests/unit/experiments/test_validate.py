@@ -130,5 +130,7 @@ def test_the_table_says_where_both_agree() -> None:
     assert "| 0.7 | ours | 2 | 98.0 % (97.0 to 99.0) | 99.0 % (99.0 to 99.0) | yes | 300 | 300 | +0 % |" in text
     assert "| 0.9 | ours | 2 | 94.0 % (93.0 to 95.0) | 87.0 % (87.0 to 87.0) | NO | 300 | 360 | +20 % |" in text
     assert "| ours | 0.92 | 0.85 | -8 % |" in text
-    assert "in 1 of 2 rows, p95 within 15% in 1 of 2." in text
-    assert "within 10% for 1 of 1 policies" in text
+    assert "live range ± 5 points. Here: 1 of 2 rows. **Not met.**" in text
+    assert "95th percentile within 15%. Here: 1 of 2 rows. **Not met.**" in text
+    assert "within 10%. Here: 1 of 1 policies that have one live. **Met.**" in text
+    assert "Here: 0 of 0 rows. **Not met.**" in table(a_validation(rows[2])), "of nothing nothing is known"
