@@ -650,9 +650,13 @@ def main() -> None:
         job = ClusterJob(**(options | {"services": tuple(MEASURED)}))
         jobs = [job, job._replace(services=("scheduler",), slower=job.slower / 4, seconds=job.seconds / 2)]
     print(f"Hardware: {describe_machine()}. Profile: {PROFILE}.\n")
-    print_policy(measure_policy(options["instances"], options["requests"]))
+    if not options["services"]:
+        print_policy(measure_policy(options["instances"], options["requests"]))
     for job in jobs:
-        print_cluster(asyncio.run(measure_cluster(job)))
+        try:
+            print_cluster(asyncio.run(measure_cluster(job)))
+        except RuntimeError as error:
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":
