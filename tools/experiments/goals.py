@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tools.experiments.cells import Cell
 from tools.experiments.compare import NOISE_POINTS, Paired, paired
 from tools.experiments.published import Figures
-from tools.experiments.setups import NO_OPENING, SETUPS
+from tools.experiments.setups import SETUPS
 
 SIZE_POINTS = 10.0
 _BASELINES = ("llumnix", "infaas", "proteus")
@@ -51,7 +51,7 @@ def of_table(experiment: str, cells: Sequence[Cell], figures: Figures) -> Iterat
         case "slos":
             yield from _slo_claims(cells)
         case "ablations":
-            parts = ("no-load-control", "no-deadline-control", "no-migration", "no-caching", NO_OPENING)
+            parts = ("no-load-control", "no-deadline-control", "no-migration", "no-caching")
             yield from _at_least("no part is better left out", cells, "tedi", parts)
         case "forecasts":
             yield from _forecasts(cells)

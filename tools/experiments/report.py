@@ -16,7 +16,7 @@ from tools.experiments.compare import Paired, paired, points, verdict
 from tools.experiments.goals import SIZE_POINTS
 from tools.experiments.plan import EXPERIMENTS, Experiment
 from tools.experiments.published import Figure, Figures, read_figures
-from tools.experiments.setups import SETUPS
+from tools.experiments.setups import NO_OPENING, SETUPS
 from tools.experiments.validate import Validation, table
 
 _HEAD = """# Results
@@ -157,7 +157,7 @@ _AGAINST = """## Ours against the paper's rules
 
 Ours less `paper` in the same runs (arrivals, prompts), in points; ± over seeds. Measured workloads only. `tedi-ahead`
 is `tedi` with a `margin_s` of a quarter of the SLO. On the built-in tasks each runs as it is served: ours with openings
-and quality floors, which the paper has not.
+and quality floors, which the paper has not; `no-opening` is `tedi-ahead` without, so that policies alone are compared.
 **better**: neither *in time* nor *accuracy* is lower by more than half a point, and one is higher by more than that;
 **trade**: one is higher and the other lower; **worse**: the other way round.
 
@@ -166,7 +166,7 @@ and quality floors, which the paper has not.
 """
 
 
-_OUR_SYSTEMS = ("tedi", "tedi-ahead")
+_OUR_SYSTEMS = ("tedi", "tedi-ahead", NO_OPENING)
 
 
 def _against(*tables: Sequence[Cell]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.settings import ConfigError
-from tools.experiments import report, setups, sweep
+from tools.experiments import recordings, report, setups, sweep
 from tools.experiments.__main__ import main
 from tools.experiments.cells import Cell, kept, path_of, read_cells, run, write_cells
 from tools.experiments.plan import BY_NAME, EXPERIMENTS, Point
@@ -95,6 +95,23 @@ def test_right_in_time_is_of_all_requests() -> None:
     assert cell().right_in_time == pytest.approx(0.3)
     assert cell(attainment=0.0, accuracy_of_met=None).right_in_time == 0.0
     assert cell(accuracy_of_met=None).right_in_time is None
+
+
+@pytest.mark.parametrize(
+    ("system", "profile", "runs"),
+    [
+        ("tedi", "tiny-cpu", "tedi"),
+        ("no-migration", "tiny-cpu", "no-migration"),
+        ("paper", "tiny-cpu-plain", "paper"),
+        ("infaas", "tiny-cpu-plain", "infaas"),
+        ("no-opening", "tiny-cpu-plain", "tedi-ahead"),
+    ],
+)
+def test_openings_are_ours_alone(system: str, profile: str, runs: str) -> None:
+    job = setups.job_of(SETUPS["builtin-eos"], system)
+    assert (job.profile.name, job.system) == (profile, runs)
+    assert job.workload == str(recordings.folder_of("eos", f"profiles/{profile}"))
+    assert setups.job_of(SETUPS["llada-gsm8k"], system).profile.name == "llada-8b-h100"
 
 
 def test_a_small_run_of_the_real_thing() -> None:
