@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.experiments.test_results import cell
+from tests.unit.experiments.build import cell
 from tools.experiments import goals
 from tools.experiments.cells import Cell
 from tools.experiments.goals import Finding

@@ -6,37 +6,13 @@ from pathlib import Path
 import pytest
 
 from services.settings import ConfigError
+from tests.unit.experiments.build import cell
 from tools.experiments import recordings, report, setups, sweep
 from tools.experiments.__main__ import main
 from tools.experiments.cells import Cell, kept, path_of, read_cells, run, write_cells
 from tools.experiments.plan import BY_NAME, EXPERIMENTS, Point
 from tools.experiments.published import read_figures
 from tools.experiments.setups import SETUPS, base_s, capacity, steps_scale
-
-
-def cell(system: str = "infaas", rate: float = 1.875, seed: int = 0, **changes: object) -> Cell:
-    fields: dict[str, object] = {
-        "setup": "llada-gsm8k",
-        "system": system,
-        "rate": rate,
-        "rate_rps": 8 * rate,
-        "slo_factor": 5.0,
-        "slo_s": 9.5,
-        "seed": seed,
-        "requests": 660,
-        "attainment": 0.4,
-        "accuracy": 0.78,
-        "accuracy_of_met": 0.75,
-        "latency_mean_s": 7.0,
-        "latency_p95_s": 9.0,
-        "latency_p99_s": 10.0,
-        "threshold_mean": 0.9,
-        "steps_mean": 86.0,
-        "moves_mean": 0.0,
-        "code": "now",
-    }
-    return Cell(**(fields | changes))  # type: ignore[arg-type]
-
 
 # --- what there is ------------------------------------------------------------------------------------------------
 
