@@ -10,6 +10,7 @@ from tests.unit.experiments.build import cell
 from tools.experiments import recordings, report, setups, sweep
 from tools.experiments.__main__ import main
 from tools.experiments.cells import Cell, kept, path_of, read_cells, run, write_cells
+from tools.experiments.compare import verdict
 from tools.experiments.plan import BY_NAME, EXPERIMENTS, Point
 from tools.experiments.published import read_figures
 from tools.experiments.setups import SETUPS, base_s, capacity, steps_scale
@@ -209,7 +210,7 @@ def test_the_margin_of_a_workload_is_over_points_of_five_seeds_with_its_spread()
     [(3.0, 0.0, "better"), (0.0, 2.0, "better"), (3.0, -1.0, "trade"), (-1.0, 0.2, "worse"), (0.3, -0.3, "equal")],
 )
 def test_better_is_what_loses_nothing(attainment: float, accuracy: float, said: str) -> None:
-    assert report.verdict(attainment, accuracy) == said
+    assert verdict(attainment, accuracy) == said
 
 
 def test_the_largest_difference_stands_beside_the_papers() -> None:

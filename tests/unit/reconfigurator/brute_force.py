@@ -1,7 +1,8 @@
 """The two stages by trying everything, written from the paper's formulas and sharing nothing with the planner.
 
 Stage 1: every maximal number of instances (built node by node), every choice of a batch size for each degree and kind
-of step (all of them at once, if time may be shared); what is left is a linear program in the steps. Many such programs are solved as one, as separate blocks.
+of step (all of them at once, if time may be shared); what is left is a linear program in the steps. Many such programs
+are solved as one, as separate blocks.
 Stage 2: every set of instances that could be kept, and whether the rest still fits.
 """
 
