@@ -10,8 +10,8 @@ the trees say:
 3. the upper bound: the mean times a factor, the quantile of true / predicted over requests that the trees had not
    seen, by predicted steps and by whether the end is in sight (split conformal).
 4. A predictor for another model, block size, opening, threshold or other weights than the profile's is refused: a
-   wrong forecast looks like a right one, while the profile's mean steps, by which the controller goes without one, claim
-   nothing.
+   wrong forecast looks like a right one, while the profile's mean steps, by which the controller goes without one,
+   claim nothing.
 """
 
 import logging

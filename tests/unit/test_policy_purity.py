@@ -38,7 +38,9 @@ STANDARD = {
     "bisect", "collections", "collections.abc", "dataclasses", "datetime", "enum", "functools", "hashlib", "heapq",
     "hmac", "itertools", "math", "operator", "statistics", "tomllib", "typing",
 }  # fmt: skip
-SHARED = {"contracts", "contracts.messages", "contracts.subjects", "services.costs", "services.opening", "services.profile"}
+SHARED = {
+    "contracts", "contracts.messages", "contracts.subjects", "services.costs", "services.opening", "services.profile",
+}  # fmt: skip
 LIBRARIES = {"msgspec", "msgspec.structs", "numpy", "numpy.typing"}
 
 
