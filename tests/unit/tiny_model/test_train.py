@@ -66,7 +66,7 @@ def test_the_last_cycle_run_alone_from_the_model_before_it_ends_as_in_one_run(st
 
 def test_only_a_last_cycle_that_restarts_begins_from_a_finished_model(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="restarts"):
-        run(tmp_path, config=replace(CONFIG, later_cycles=(LaterCycle(8, 0.5),)), start_folder=tmp_path)
+        run(tmp_path, config=replace(CONFIG, later_cycles=(LaterCycle(8, 0.5),), num_ranks=1), start_folder=tmp_path)
 
 
 def assert_log_and_plot(log: Path, plot: Path) -> None:
