@@ -20,6 +20,9 @@ class ThresholdControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbi
     plan: Plan = "flat"  # in which order a request's rest runs at low and at high thresholds; "paper" knows only flat
     risk: float = 0.5  # steps planned for: 0 the forecast's mean, 1 its upper bound; "paper" takes the mean
     margin_s: float = 0.02  # of the time to the deadline, kept for the way back to the client
+    ahead_share: float = (
+        0.25  # of the SLO: thresholds are chosen for an end so much earlier, for who is still to come; "paper": 0
+    )
     rise_margin: float = 0.2  # share of time or capacity that a rise must leave free, or thresholds flap; "paper": 0
     deadline_control: bool = True  # false: every request runs at its cap
     load_control: bool = True  # false: every cap is the profile's threshold
@@ -37,6 +40,8 @@ class ThresholdControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbi
                 raise ValueError(f"{name}: {getattr(self, name)} is negative")
         if not 0 <= self.risk <= 1:
             raise ValueError(f"risk: {self.risk} is not between 0 (the mean) and 1 (the upper bound)")
+        if not 0 <= self.ahead_share < 1:
+            raise ValueError(f"ahead_share: {self.ahead_share} is not a share, from 0 to below 1")
         if not 0 <= self.rise_margin < 1:
             raise ValueError(f"rise_margin: {self.rise_margin} is not a share, from 0 to below 1")
         if not 0 <= self.metrics_port <= 65535:

@@ -26,7 +26,8 @@ Load control, `load_every_s` after something changed:
 Deadline control, of a whole instance at once, when its batch, a forecast or a cap changed, with each report on a
 request without a forecast, and each `repeat_s`:
 9. A pin is never touched. Without a deadline a request runs at its cap, a hopeless one at the lowest.
-10. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says:
+10. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says,
+   and for an end `ahead_share` of its SLO before the deadline: what comes meanwhile slows it down.
    `flat`: the highest threshold, not above the cap, at which the rest ends in time; if none, the lowest.
    `low_first`: the cap, if at it the rest ends in time; else the lowest, until it does.
    `high_first`: the highest, not above the cap, at which the open block ends so early that the rest can still be made
@@ -183,6 +184,7 @@ class ThresholdController:
         self._risk = 0.0 if self._is_paper else config.risk
         self._top = self.thresholds.index(profile.decoding.threshold)
         self._rise_margin = 0.0 if self._is_paper else config.rise_margin
+        self._ahead_share = 0.0 if self._is_paper else config.ahead_share
         self._open: dict[str, _Open] = {}
         self._ranked: list[_Open] = []  # no two ranks are equal
         self._instances: dict[str, _Instance] = {}
@@ -667,7 +669,7 @@ class ThresholdController:
     def _choose_timed(self, open_: _Open, prices: StepPrices, now: float) -> tuple[int, Reason]:
         """Rule 10."""
         assert open_.deadline is not None
-        slack = open_.deadline - self.config.margin_s - now
+        slack = open_.deadline - self.config.margin_s - self._ahead_share * open_.horizon_s - now
         times = self._times(open_, prices)
         index = self._highest_in_time(open_, times, slack)
         before = open_.chosen.before(now)

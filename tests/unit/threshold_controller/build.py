@@ -24,7 +24,7 @@ LATENCY = LatencyProfile({1: PassCost(curve=((0.0, 1.0), (1000.0, 101.0)))})  # 
 def make_fresh(profile: Profile = PROFILE, latency: LatencyProfile = LATENCY, **config: Any) -> ThresholdController:
     """One that has heard nothing yet. No margins, and plans for the mean."""
     settings = ThresholdControllerConfig(
-        **({"margin_s": 0.0, "rise_margin": 0.0, "risk": 0.0, "settle_s": 0.0} | config)
+        **({"margin_s": 0.0, "ahead_share": 0.0, "rise_margin": 0.0, "risk": 0.0, "settle_s": 0.0} | config)
     )
     return ThresholdController(settings, profile, latency)
 

@@ -84,6 +84,20 @@ def test_the_margin_is_kept_for_the_way_back() -> None:
     assert decisions(controller) == {"r1": (0.7, "deadline")}
 
 
+def test_it_plans_for_an_end_ahead_of_the_deadline_by_a_share_of_the_slo() -> None:
+    """Of 80 ms: 16 less are 64 ms, enough for the highest; 17.6 less are not. Hopeless it is by the deadline itself."""
+    for share, expected in ((0.2, (0.9, "slack")), (0.22, (0.8, "deadline"))):
+        controller = make_controller("a", ahead_share=share)
+        placed(controller, 0.080, slo_s=0.080)
+        assert decisions(controller) == {"r1": expected}
+    controller = make_controller("a", ahead_share=0.9)
+    placed(controller, 0.0297, slo_s=0.080)
+    assert decisions(controller) == {"r1": (0.5, "deadline")}
+    paper = make_controller("a", policy="paper", ahead_share=0.9)
+    placed(paper, 0.080, slo_s=0.080)
+    assert decisions(paper) == {"r1": (0.9, "slack")}
+
+
 @pytest.mark.parametrize(("risk", "expected"), [(0.0, 0.9), (0.5, 0.8), (1.0, 0.7)])
 def test_risk_chooses_between_the_mean_and_the_upper_bound(risk: float, expected: float) -> None:
     controller = make_controller("a", risk=risk)
@@ -646,6 +660,7 @@ def test_requests_are_counted_by_their_reason(controller: ThresholdController) -
         ("rise_margin", 1.0),
         ("repeat_s", 0),
         ("margin_s", -1),
+        ("ahead_share", 1.0),
         ("metrics_port", 70000),
         ("load_every_s", float("nan")),
     ],

@@ -24,8 +24,8 @@ def play(kinds: list[Kind], **config: Any) -> list[list[Run]]:
 
 
 def test_with_a_margin_thresholds_turn_round_less_than_half_as_often() -> None:
-    (with_it,) = play([Kind(per_s=20, slo_s=1.5)])
-    (without,) = play([Kind(per_s=20, slo_s=1.5)], rise_margin=0.0)
+    (with_it,) = play([Kind(per_s=30, slo_s=1.5)], ahead_share=0.0)
+    (without,) = play([Kind(per_s=30, slo_s=1.5)], ahead_share=0.0, rise_margin=0.0)
     assert len(with_it) == len(without) > 80
     assert fmean(run.flaps for run in with_it) < 0.5 * fmean(run.flaps for run in without)
     assert fmean(run.in_time for run in with_it) > fmean(run.in_time for run in without) - 0.05
