@@ -10,7 +10,7 @@
    for all systems, known to all policies, and fitted to two published figures of GSM8K on LLaDA: a request alone takes
    the published latency, and INFaaS keeps up with about the rate it did (5.4 ms a pass, 2.4 ms a step).
 5. Openings and quality floors are of this repository, not of the paper: on the built-in tasks the paper's system and
-   the baselines run on a profile without, ours on the one that is served; `no-opening` is `tedi-ahead` on theirs. SLO
+   the baselines run on a profile without, ours on the one that is served; `no-opening` is `tedi` on theirs. SLO
    and C are of the profile without.
 """
 
@@ -142,7 +142,7 @@ def job_of(setup: Setup, system: str) -> Job:
     profile = setup.profile if system.startswith(_OURS) else setup.plain or setup.profile
     return Job(
         profile=ROOT / profile,
-        system="tedi-ahead" if system == NO_OPENING else system,
+        system="tedi" if system == NO_OPENING else system,
         workload="gsm8k" if setup.workload == "gsm8k" else str(recordings.folder_of(setup.workload, profile)),
         phases=(),
         tp_degrees=(1,) * setup.instances,

@@ -91,16 +91,6 @@ def at_threshold(profile: Profile, threshold: float) -> Profile:
     return replace(profile, decoding=replace(profile.decoding, threshold=threshold))
 
 
-_AHEAD = 0.25  # of the SLO
-
-
-def _ahead(scene: Scene) -> Policies:
-    """The live policies, which plan for requests to end that much before their deadline: what comes meanwhile, and what
-    forecasts did not know, has time."""
-    assert scene.setting.slo_s is not None
-    return _live(scene, controller={"margin_s": _AHEAD * scene.setting.slo_s})
-
-
 _REFRESH_TOKENS = 8  # of forecasts that no trained model makes: as the paper has it
 
 
@@ -172,7 +162,6 @@ def work_of(setting: Setting, behaviour: Behaviour, steps: float, blocks: float)
 
 _SYSTEMS = (
     System("tedi", "the live policies as they are configured", _live),
-    System("tedi-ahead", f"tedi; plans for an end {_AHEAD:.0%} of the SLO before the deadline", _ahead),
     System("paper", "the threshold-controller's rules of the paper", partial(_live, controller={"policy": "paper"})),
     System(
         "infaas",

@@ -81,7 +81,7 @@ def test_right_in_time_is_of_all_requests() -> None:
         ("no-migration", "tiny-cpu", "no-migration"),
         ("paper", "tiny-cpu-plain", "paper"),
         ("infaas", "tiny-cpu-plain", "infaas"),
-        ("no-opening", "tiny-cpu-plain", "tedi-ahead"),
+        ("no-opening", "tiny-cpu-plain", "tedi"),
     ],
 )
 def test_openings_are_ours_alone(system: str, profile: str, runs: str) -> None:

@@ -65,7 +65,7 @@ def test_recorded_traces_with_their_own_endings(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--systems", "magic"], "there is no system 'magic'; there are tedi, tedi-ahead, paper"),
+        (["--systems", "magic"], "there is no system 'magic'; there are tedi, paper"),
         (["--systems", "fixed-2"], "there is no system 'fixed-2'"),
         (["--profile", "nowhere"], "no profile at nowhere"),
         (["--workload", "nowhere"], "nowhere holds no recording"),
