@@ -155,9 +155,9 @@ def _yes(met: bool) -> str:
 
 _AGAINST = """## Ours against the paper's rules
 
-Ours less `paper` in the same runs (arrivals, prompts), in points; ± over seeds. Measured workloads only. On the built-in
-tasks each runs as it is served: ours with openings and quality floors, which the paper has not; `no-opening` is `tedi`
-without, so that policies alone are compared.
+Ours less `paper` in the same runs (arrivals, prompts), in points; ± over seeds. Measured workloads only. On the
+built-in tasks each runs as it is served: ours with openings and quality floors, which the paper has not; `no-opening`
+is `tedi` without, so that policies alone are compared.
 **better**: neither *in time* nor *accuracy* is lower by more than half a point, and one is higher by more than that;
 **trade**: one is higher and the other lower; **worse**: the other way round.
 
