@@ -99,6 +99,10 @@ def validate(folder: Path, recording: Path, processes: int = 2, tell: _Tell = la
     basis, results = live.basis(), live.results()
     if basis is None or not results:
         raise ConfigError(f"{folder} holds no cell of a live run: `make bench-slo` makes some")
+    if basis.tokens_each:
+        raise ConfigError(
+            f"{folder} asked for answers of several lengths, a recording has one: make bench-slo ARGS=--tokens-each=0"
+        )
     problems = _Problems(basis.problems)
     make(problems.record_job(basis, recording, processes), tell)
     scene = _Scene(basis, problems, recording)

@@ -20,12 +20,14 @@ from services.settings import ConfigError
 from tools.tiny_model import tasks
 from tools.traces.prompts import ChatMessage
 
+_LONGEST = 256  # output tokens of the built-in profile
+
 
 class Ask(NamedTuple):
     """A prompt, as one endpoint takes it."""
 
     path: str
-    content: dict[str, Any]  # the part of the request's body that holds the prompt
+    content: dict[str, Any]  # the part of the request's body that holds the prompt, and how long its answer may be
     is_correct: Callable[[str], bool] | None  # None: nobody knows
     reference: str | None = None  # a right answer, where one is known
 
@@ -40,10 +42,13 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     answer: str | None = None
 
 
-def built_in(count: int, seed: int) -> list[Ask]:
-    """Rule 1. Takes about 2 ms of processor time for each, as few problems are held out: do it before a run."""
+def built_in(count: int, seed: int, *, tokens_each: int = 0) -> list[Ask]:
+    """Rule 1. Takes about 2 ms of processor time for each, as few problems are held out: do it before a run.
+
+    `tokens_each`: so many output tokens are asked for, for each problem that a prompt numbers; 0: the profile's.
+    """
     rng = Random(f"loadgen/problems/{seed}")
-    return [of_problem(tasks.sample(rng, "held_out")) for _ in range(count)]
+    return [of_problem(tasks.sample(rng, "held_out"), tokens_each) for _ in range(count)]
 
 
 def read_asks(path: Path) -> list[Ask]:
@@ -81,9 +86,13 @@ def _ask(encoded: bytes, place: str) -> Ask:
     return _chat(msgspec.to_builtins(messages), is_correct, expected)
 
 
-def of_problem(problem: tasks.Problem) -> Ask:
+def of_problem(problem: tasks.Problem, tokens_each: int = 0) -> Ask:
     """A chat of one message."""
-    return _chat([{"role": "user", "content": problem.prompt}], partial(tasks.is_correct, problem), problem.answer)
+    ask = _chat([{"role": "user", "content": problem.prompt}], partial(tasks.is_correct, problem), problem.answer)
+    if tokens_each:
+        parts = max(1, problem.answer.count("####"))
+        ask.content["max_tokens"] = min(tokens_each * parts, _LONGEST)
+    return ask
 
 
 def _chat(messages: list[dict[str, str]], is_correct: Callable[[str], bool] | None, reference: str | None) -> Ask:

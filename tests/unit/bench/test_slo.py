@@ -25,6 +25,7 @@ BASIS = Basis(
     warmup_s=20.0,
     slo_factor=5.0,
     problems=30,
+    tokens_each=64,
     machine="a machine",
     threshold=0.9,
     alone_ms=40.0,
@@ -91,7 +92,8 @@ def test_a_finished_cell_is_found_again_and_a_half_written_one_is_none(tmp_path:
 
 def test_a_run_that_would_not_compare_needs_another_folder() -> None:
     shared = {
-        name: getattr(BASIS, name) for name in ("profile", "workers", "seconds", "warmup_s", "slo_factor", "problems")
+        name: getattr(BASIS, name)
+        for name in ("profile", "workers", "seconds", "warmup_s", "slo_factor", "problems", "tokens_each")
     }
     check_same(BASIS, **shared)
     with pytest.raises(ConfigError, match=r"seconds: this folder's cells have 120\.0, not 10\.0"):

@@ -120,3 +120,14 @@ def test_a_file_without_prompts_or_none_at_all_is_refused(tmp_path: Path) -> Non
 )
 def test_what_matches(expected: str, text: str, right: bool) -> None:
     assert matches(expected, text) is right
+
+
+def test_a_client_may_ask_for_as_many_tokens_as_its_problems_need() -> None:
+    asks = built_in(60, 3, tokens_each=64)
+    assert [ask.content["messages"] for ask in asks] == [ask.content["messages"] for ask in built_in(60, 3)]
+    for ask in asks:
+        prompt = ask.content["messages"][0]["content"]
+        parts = sum(f"{number}) " in prompt for number in range(1, 7)) or 1
+        assert ask.content["max_tokens"] == min(256, 64 * parts)
+    assert {64, 256} <= {ask.content["max_tokens"] for ask in asks}
+    assert all("max_tokens" not in ask.content for ask in built_in(5, 3))

@@ -63,6 +63,13 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--basis-seconds", type=float, default=30.0, help="of the latency alone, and of C (default: 30)")
     add("--slo-factor", type=float, default=5.0, help="SLO over the median latency alone (default: 5)")
     add("--problems", type=int, default=3000, help="held-out problems that prompts are drawn from (default: 3000)")
+    add(
+        "--tokens-each",
+        type=int,
+        default=64,
+        help="output tokens asked for, for each problem that a prompt numbers, as by clients that know the size of"
+        " their answers; 0: the profile's default (default: 64)",
+    )
     return parser.parse_args(words)
 
 
@@ -91,7 +98,7 @@ def _run(options: argparse.Namespace, folder: Folder) -> None:
     _say(
         f"{len(cells)} cells to run, about {len(cells) * (options.warmup + options.seconds) / 60:.0f} minutes and more"
     )
-    asks = built_in(options.problems, seed=0)
+    asks = built_in(options.problems, seed=0, tokens_each=options.tokens_each)
     matrix = {name: getattr(options, name) for name in ("rates", "seeds", "policies")}
     basis = replace(basis, **matrix) if basis else _new_basis(options, asks)
     folder.save_basis(basis)
@@ -122,7 +129,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _shared(options: argparse.Namespace) -> dict[str, object]:
     told = vars(options)
-    names = ("profile", "workers", "seconds", "slo_factor", "problems")
+    names = ("profile", "workers", "seconds", "slo_factor", "problems", "tokens_each")
     return {name: told[name] for name in names} | {"warmup_s": options.warmup}
 
 

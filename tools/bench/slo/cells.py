@@ -19,7 +19,7 @@ from tools.loadgen.tally import Outcome
 
 T = TypeVar("T")
 
-_SHARED = ("profile", "workers", "seconds", "warmup_s", "slo_factor", "problems")
+_SHARED = ("profile", "workers", "seconds", "warmup_s", "slo_factor", "problems", "tokens_each")
 
 
 class Basis(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +31,7 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
     warmup_s: float  # before that
     slo_factor: float  # SLO over the median latency alone
     problems: int  # that prompts are drawn from
+    tokens_each: int = 0  # output tokens that are asked for, for each problem that a prompt numbers; 0: the profile's
     machine: str
     threshold: float  # the profile's, of `fixed`
     alone_ms: float  # median latency of one request at a time, fixed threshold

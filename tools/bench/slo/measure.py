@@ -135,4 +135,4 @@ def what_is_due(basis: Basis, seed: int, rate_per_s: float, asks: Sequence[Ask])
 
 def prompt_number(ask: Ask) -> int:
     """That tells prompts apart: `Row.prompt`."""
-    return zlib.crc32(msgspec.json.encode(ask.content))
+    return zlib.crc32(msgspec.json.encode({name: part for name, part in ask.content.items() if name != "max_tokens"}))

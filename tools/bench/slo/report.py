@@ -26,8 +26,8 @@ def report(basis: Basis, results: Sequence[Result]) -> str:
     """All tables, as Markdown."""
     parts = [
         f"Hardware: {basis.machine}. Profile: {basis.profile}, {basis.workers} workers. Alone: median"
-        f" {basis.alone_ms:.1f} ms; SLO {basis.slo_ms:.1f} ms ({basis.slo_factor:g} times that). C, threshold"
-        f" {basis.threshold:g} and a full queue: {basis.capacity_per_s:.2f} requests/s. {basis.seconds:g} s a cell"
+        f" {basis.alone_ms:.1f} ms; SLO {basis.slo_ms:.1f} ms ({basis.slo_factor:g} times that).{_lengths(basis)} C,"
+        f" threshold {basis.threshold:g} and a full queue: {basis.capacity_per_s:.2f} requests/s. {basis.seconds:g} s a cell"
         f" after {basis.warmup_s:g} s of warm-up.",
         "\n".join([_HEAD, _line_under(_HEAD), *_rows(basis, results)]),
         *(_pairs_table(basis, results, base) for base in ("fixed", "paper") if base in _policies(basis, results)),
@@ -35,6 +35,12 @@ def report(basis: Basis, results: Sequence[Result]) -> str:
         "\n".join(_late(results)),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _lengths(basis: Basis) -> str:
+    if not basis.tokens_each:
+        return ""
+    return f" `max_tokens`: {basis.tokens_each} for each problem that a prompt numbers."
 
 
 def _rows(basis: Basis, results: Sequence[Result]) -> Iterable[str]:
