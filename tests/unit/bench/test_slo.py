@@ -25,7 +25,6 @@ BASIS = Basis(
     warmup_s=20.0,
     slo_factor=5.0,
     problems=30,
-    tokens_each=64,
     machine="a machine",
     threshold=0.9,
     alone_ms=40.0,

@@ -66,9 +66,9 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--tokens-each",
         type=int,
-        default=64,
+        default=0,
         help="output tokens asked for, for each problem that a prompt numbers, as by clients that know the size of"
-        " their answers; 0: the profile's default (default: 64)",
+        " their answers; 0: the profile's default (default: 0)",
     )
     return parser.parse_args(words)
 

@@ -27,8 +27,8 @@ def report(basis: Basis, results: Sequence[Result]) -> str:
     parts = [
         f"Hardware: {basis.machine}. Profile: {basis.profile}, {basis.workers} workers. Alone: median"
         f" {basis.alone_ms:.1f} ms; SLO {basis.slo_ms:.1f} ms ({basis.slo_factor:g} times that).{_lengths(basis)} C,"
-        f" threshold {basis.threshold:g} and a full queue: {basis.capacity_per_s:.2f} requests/s. {basis.seconds:g} s a cell"
-        f" after {basis.warmup_s:g} s of warm-up.",
+        f" threshold {basis.threshold:g} and a full queue: {basis.capacity_per_s:.2f} requests/s."
+        f" {basis.seconds:g} s a cell after {basis.warmup_s:g} s of warm-up.",
         "\n".join([_HEAD, _line_under(_HEAD), *_rows(basis, results)]),
         *(_pairs_table(basis, results, base) for base in ("fixed", "paper") if base in _policies(basis, results)),
         "\n".join(_goals(results)),
