@@ -148,7 +148,7 @@ CHANNELS: tuple[Channel, ...] = (
     Channel("inst.*.thresholds", m.Thresholds, "publish", ("threshold-controller",), ("worker",)),
     Channel("cancel.*", m.Cancel, "publish", ("gateway", "scheduler"), ("worker",)),
     Channel(DRAIN, m.DrainNotice, "request", ("worker",), ("scheduler",), (m.Accepted,)),
-    Channel("report.*", m.Report, "publish", ("worker",), ("scheduler", "step-predictor", "threshold-controller")),
+    Channel("report.*", m.Report, "publish", ("worker",), ("step-predictor", "threshold-controller")),
     Channel("canvas.*", m.CanvasStep, "publish", ("worker",), ("gateway",)),
     Channel("forecast.*", m.Forecast, "publish", ("step-predictor",), ("threshold-controller",)),
     Channel("load.state", m.LoadState, "publish", ("threshold-controller",), ("scheduler", "gateway", "cli")),

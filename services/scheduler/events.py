@@ -69,12 +69,6 @@ class StatusSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportSeen:
-    instance_id: str
-    latency_ratio: float
-
-
-@dataclass(frozen=True, slots=True)
 class InstanceExited:
     """Its agent saw the process exit. No other will ever have its id."""
 
@@ -134,7 +128,6 @@ Event: TypeAlias = (
     | WriteUnanswered
     | CaughtUp
     | StatusSeen
-    | ReportSeen
     | InstanceExited
     | DrainAsked
     | GatewaySeen
@@ -149,7 +142,6 @@ _IN_ORDER: tuple[type[Event], ...] = (
     Reconnected,
     LoadStateSeen,
     StatusSeen,
-    ReportSeen,
     RequestSeen,
     RecordSeen,
     RecordUnreadable,
@@ -181,7 +173,7 @@ def _place(event: Event) -> tuple[float, str, str]:
             return load.sent_at, "", ""
         case StatusSeen(status):
             return status.sent_at, status.instance_id, ""
-        case ReportSeen(instance_id, _) | DrainAsked(instance_id) | InstanceExited(instance_id):
+        case DrainAsked(instance_id) | InstanceExited(instance_id):
             return 0.0, instance_id, ""
         case RequestSeen(_, seq) | RecordSeen(_, seq) | RecordUnreadable(_, _, seq):
             return seq, "", ""

@@ -80,7 +80,6 @@ from services.scheduler.events import (
     RecordUnreadable,
     ReleaseAnswered,
     ReleaseReason,
-    ReportSeen,
     RequestSeen,
     SendAssign,
     SendCancel,
@@ -96,7 +95,7 @@ from services.scheduler.events import (
     WriteUnanswered,
     in_order,
 )
-from services.scheduler.instances import Instance, clamp_ratio, resident_of
+from services.scheduler.instances import Instance, resident_of
 from services.scheduler.waiting import Rank, WaitingQueue, rank_if_late, rank_of
 
 _MAX_PAST = 4096  # records of requests that are not open, kept for those whose request arrives after them
@@ -227,8 +226,6 @@ class Scheduler:
 
     def _apply(self, event: Event, now: float) -> None:
         match event:
-            case ReportSeen():
-                self._note_report(event, now)
             case RecordSeen():
                 self._note_record(event, now)
             case RequestSeen():
@@ -421,14 +418,6 @@ class Scheduler:
             self._write_again(open_)
 
     # --- instances ------------------------------------------------------------------------------------------------
-
-    def _note_report(self, event: ReportSeen, now: float) -> None:
-        instance = self._instances.get(event.instance_id)
-        if instance is not None:
-            instance.seen_at = now
-            ratio = clamp_ratio(event.latency_ratio)
-            self._balance_changed |= ratio != instance.latency_ratio
-            instance.latency_ratio = ratio
 
     def _note_status(self, status: InstanceStatus, now: float) -> None:
         if status.epoch > self.epoch:

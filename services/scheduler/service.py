@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -83,15 +82,6 @@ _SKEW_STATUSES = 5  # of an instance, from which its clock is judged
 _LOUD = (e.StandDown, e.WriteRecord)  # commands that an operator should see; the others are for debugging
 
 
-class _ReportHead(msgspec.Struct, frozen=True, array_like=True, tag="Report"):
-    """As much of a Report as is of use here: its entries, most of it, are not decoded."""
-
-    instance_id: m.Id
-    sent_at: m.WallClock
-    entries: msgspec.Raw
-    latency_ratio: m.Ratio = 1.0
-
-
 def make_serve(config: SchedulerConfig) -> Callable[[Runtime], Awaitable[None]]:
     """The service with its profile read. Raises ConfigError."""
     profile = load_profile(Path(config.profile))
@@ -140,7 +130,6 @@ class SchedulerService:
         bus = self._bus
         bus.on_reconnected(lambda: self._handle(e.Reconnected()))
         await bus.subscribe("status.instance.*", m.InstanceStatus, self._on_status)
-        await bus.subscribe("report.*", _ReportHead, self._on_report)
         await bus.subscribe("status.lost.*", m.InstanceLost, self._on_lost)
         await bus.subscribe(subjects.LOAD_STATE, m.LoadState, lambda load: self._handle(e.LoadStateSeen(load)))
         await bus.subscribe("status.gateway.*", m.GatewayStatus, self._on_gateway)
@@ -209,9 +198,6 @@ class SchedulerService:
         if len(last) == _SKEW_STATUSES and abs(least_s) > _SKEW_LIMIT_S and instance_id not in self._skewed:
             self._skewed.add(instance_id)
             logger.warning("clock of %s differs by %.0f ms (logged once)", instance_id, least_s * 1000)
-
-    def _on_report(self, report: _ReportHead) -> None:
-        self._handle(e.ReportSeen(report.instance_id, report.latency_ratio))
 
     def _on_lost(self, lost: m.InstanceLost) -> None:
         logger.warning("instance %s exited: %s", lost.instance_id, lost.detail)

@@ -69,7 +69,7 @@ PATTERNS = (
 MAY_HEAR: dict[Service, set[str]] = {
     "gateway": {"canvas.*", "load.state", "status.ask", "status.instance.*", "_INBOX.gateway.>"},
     "scheduler": {
-        *("report.*", "load.state", "sched.drain", "status.instance.*", "status.lost.*", "status.gateway.*"),
+        *("load.state", "sched.drain", "status.instance.*", "status.lost.*", "status.gateway.*"),
     },
     "worker": {"cancel.*", "inst.*.assign", "inst.*.release", "inst.*.drain", "inst.*.thresholds", "status.ask"},
     "agent": {"status.ask", "status.instance.*"},
@@ -264,12 +264,12 @@ async def test_what_a_service_may_not_store_is_not_stored(gateway: Bus, worker: 
         await worker.append(subjects.PLAN, {"mine": True}, limit_s=0.3)
     assert await scheduler.last(subjects.CLUSTER_STREAM, subjects.PLAN, dict) is None
     heard: list[object] = []
-    await scheduler.subscribe("report.*", dict, heard.append)
+    await scheduler.subscribe("status.instance.*", dict, heard.append)
     await scheduler.subscribe("load.state", dict, heard.append)
     await scheduler.flush()
-    await gateway.publish(subjects.report("i"), {"forged": True})
+    await gateway.publish(subjects.instance_status("i"), {"forged": True})
     await gateway.flush()
-    await worker.publish(subjects.report("i"), {"forged": False})
+    await worker.publish(subjects.instance_status("i"), {"forged": False})
     await until(lambda: heard)
     assert heard == [{"forged": False}]
 

@@ -287,7 +287,6 @@ class Cluster:
         self._network.send((report.instance_id, "said"), self._hear_report, report)
 
     def _hear_report(self, report: m.Report) -> None:
-        self._tell_scheduler(s.ReportSeen(report.instance_id, report.latency_ratio))
         if self._predictor is not None:
             self._predictor.hear(report)
         self._tell_controller(t.ReportSeen(report))

@@ -239,7 +239,7 @@ def test_it_is_looked_for_moves_only_so_often(make: Make) -> None:
     scheduler = make(move_every_s=0.5)
     holding(scheduler, "a", "r1", "r2", "r3")
     run(scheduler, 1.0, status("b"))
-    told = scheduler.handle(e.ReportSeen("b", 0.5), 1.2)
+    told = scheduler.handle(status("b", latency_ratio=0.5), 1.2)
     assert told == [e.WakeAt(1.5)]
     assert releases(run(scheduler, 1.5, e.Tick())) == [("r2", "a")]
 
@@ -248,7 +248,7 @@ def test_a_slow_machine_is_relieved(make: Make) -> None:
     scheduler = make()
     holding(scheduler, "a", "r1", "r2")
     holding(scheduler, "b", "r3")
-    assert run(scheduler, 1.0, e.ReportSeen("a", 2.0)) == [released("a", "r1")]
+    assert run(scheduler, 1.0, status("a", held("r1"), held("r2"), latency_ratio=2.0)) == [released("a", "r1")]
 
 
 Where = dict[str, str]  # request -> instance
@@ -309,7 +309,9 @@ def test_requests_never_move_in_circles_and_end_where_none_would_gain(
         moved = 0
         for instance_id, speed in speeds.items():
             ratio = speed * rng.uniform(1 - noise, 1 + noise)
-            told = run(scheduler, float(look), e.ReportSeen(instance_id, ratio))
+            listed = [held(requests[request_id]) for request_id, at in where.items() if at == instance_id]
+            sign = status(instance_id, *listed, max_requests=99, kv_tokens=10**6, latency_ratio=ratio)
+            told = run(scheduler, float(look), sign)
             moved += settle(scheduler, look + 0.01, told, where, visited)
         quiet = 0 if moved else quiet + 1
         if quiet == 5:

@@ -225,8 +225,8 @@ def test_a_silent_instance_is_lost_and_its_request_placed_elsewhere(make: Make) 
 
 @pytest.mark.parametrize(
     "sign",
-    [status("a", held("r1")), e.ReportSeen("a", 1.0), e.RecordSeen(make_record(), 5)],
-    ids=["status", "report", "record"],
+    [status("a", held("r1")), e.RecordSeen(make_record(), 5)],
+    ids=["status", "record"],
 )
 def test_any_sign_of_life_counts(make: Make, sign: e.Event) -> None:
     scheduler = make()
@@ -503,7 +503,7 @@ def test_a_slow_machine_gets_less(make: Make) -> None:
     run(scheduler, 0.0, status("a", latency_ratio=3.0), status("b"))
     commands = [run(scheduler, 0.0, seen(f"r{i}", seq=i)) for i in (1, 2)]
     assert [placements(c) for c in commands] == [[("r1", "b")], [("r2", "b")]]
-    run(scheduler, 0.1, e.ReportSeen("a", 0.5))
+    run(scheduler, 0.1, status("a", latency_ratio=0.5))
     assert placements(run(scheduler, 0.2, seen("r3", seq=3))) == [("r3", "a")]
 
 
