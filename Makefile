@@ -68,7 +68,7 @@ bench-engine: $(VENV)/.installed-dev ## measure the engine against a plain imple
 bench-slo: $(VENV)/.installed-dev ## compare policies under load, live; takes hours, can be resumed; ARGS=report prints what there is
 	$(PY) -m tools.bench.slo $(ARGS)
 
-bench-telemetry: $(VENV)/.installed-dev ## what traces cost: two live stacks, traces on and off, in turn; six minutes
+bench-telemetry: $(VENV)/.installed-dev ## what traces cost: two live stacks, traces on and off, in turn; sixteen minutes
 	$(PY) -m tools.bench.telemetry $(ARGS)
 
 bench-cluster: $(VENV)/.installed-dev ## what a cluster of 128 simulated instances asks of the control services; three minutes

@@ -14,7 +14,7 @@
    the worker's process, which holds up the hot loop's where they meet.
 7. Alone: the processor time of making and sending the span of a block, of all threads, times the spans that the worker
    made a step of a request.
-Takes about six minutes on two quiet cores; no pair begins after seven (`--minutes`).
+Takes about sixteen minutes on two quiet cores; no pair begins after eighteen (`--minutes`).
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tools.bench.machine import describe_machine
 from tools.bench.serving import measure_throughput
 from tools.bench.stack import free_ports, running_stack
 
-PAIRS = 14
+PAIRS = 36
 TURNS = 8  # of each side in a pair
 REQUESTS = 16  # a turn
 LOSS_BUDGET = 0.03
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument(
         "--pairs", type=int, default=PAIRS, help="pairs, for each of which both stacks are started anew"
     )
-    parser.add_argument("--minutes", type=float, default=7.0, help="no pair begins after so long")
+    parser.add_argument("--minutes", type=float, default=18.0, help="no pair begins after so long")
     options = parser.parse_args()
     give_up_at = time.monotonic() + 60 * options.minutes
     print(
