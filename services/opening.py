@@ -20,5 +20,10 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         and `left` still to commit; nothing behind a block's first EOS is."""
         return max(threshold, self.threshold) if committed < self.share * (committed + left) else threshold
 
+    @property
+    def words(self) -> str:
+        """For a message."""
+        return f"an opening of {self.share:g} at {self.threshold:g}" if self.share else "no opening"
+
 
 NO_OPENING = Opening()

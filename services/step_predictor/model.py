@@ -186,8 +186,8 @@ def _check_fit(path: Path, card: Card, profile: Profile) -> None:
         )
     if card.opening != decoding.opening:
         raise ConfigError(
-            f"{path} was trained with {_in_words(card.opening)}, the profile serves with {_in_words(decoding.opening)}:"
-            " record and train anew, as docs/step_predictor.md says"
+            f"{path} was trained with {card.opening.words}, the profile serves with {decoding.opening.words}: record"
+            " and train anew, as docs/step_predictor.md says, and measure decoding.steps_by_threshold anew"
         )
     if unknown := [threshold for threshold in decoding.thresholds if threshold not in card.thresholds]:
         raise ConfigError(
@@ -205,10 +205,6 @@ def _check_fit(path: Path, card: Card, profile: Profile) -> None:
             f"{path} was trained for the weights {card.weights}, those in {profile.weights_folder} are {weights}:"
             " record and train anew, as docs/step_predictor.md says"
         )
-
-
-def _in_words(opening: Opening) -> str:
-    return f"an opening of {opening.share:g} at {opening.threshold:g}" if opening.share else "no opening"
 
 
 def bounded(

@@ -16,13 +16,13 @@ class ThresholdControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbi
 
     profile: str = "profiles/tiny-cpu"  # folder of the profile that is served
     metrics_port: int = 0  # Prometheus metrics there; 0: nowhere
-    policy: PolicyName = "tedi"  # or "paper": the rules of the TeDiServe paper as published, to compare with
+    policy: PolicyName = (
+        "tedi"  # or "paper": the TeDiServe paper's rules, which know no opening: give it a plain profile
+    )
     plan: Plan = "flat"  # in which order a request's rest runs at low and at high thresholds; "paper" knows only flat
     risk: float = 0.5  # steps planned for: 0 the forecast's mean, 1 its upper bound; "paper" takes the mean
     margin_s: float = 0.02  # of the time to the deadline, kept for the way back to the client
-    ahead_share: float = (
-        0.25  # of the SLO: thresholds are chosen for an end so much earlier, for who is still to come; "paper": 0
-    )
+    ahead_share: float = 0.25  # of the SLO: thresholds are chosen for an end so much before the deadline; "paper": 0
     rise_margin: float = 0.2  # share of time or capacity that a rise must leave free, or thresholds flap; "paper": 0
     deadline_control: bool = True  # false: every request runs at its cap
     load_control: bool = True  # false: every cap is the profile's threshold

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -78,6 +79,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     )
 
     thresholds = [float(text) for text in arguments.thresholds.split(",")]
+    if not 0 <= arguments.opening_share <= 1:
+        sys.exit(f"opening_share {arguments.opening_share:g} is not between 0 and 1")
     settings = [Setting(cache, threshold) for cache in arguments.cache.split(",") for threshold in thresholds]
     if arguments.opening_share:
         lower = [threshold for threshold in thresholds if threshold < OPENING_THRESHOLD]
