@@ -34,7 +34,7 @@ class Decoding(Section, frozen=True, kw_only=True):
     cache: CacheMode = "dual"
     thresholds: tuple[Probability, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)  # the threshold set, ascending
     threshold: Probability = 0.9  # what a request starts with, and the highest it runs at without a pin
-    opening_share: Probability = 0.0  # of each block's tokens: committed at `threshold` or more, but for pins
+    opening_share: Probability = 0.0  # of each block's tokens: at `threshold` or more, but for pins; 1: of all
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     max_tokens: Positive = 256  # where the client names no length: the canvas is sized by it, so it is the cost knob
     steps_per_block: Annotated[float, Meta(ge=1.0)] = 8.0  # mean at `threshold`; prices a request before it has run

@@ -16,9 +16,7 @@ class ThresholdControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbi
 
     profile: str = "profiles/tiny-cpu"  # folder of the profile that is served
     metrics_port: int = 0  # Prometheus metrics there; 0: nowhere
-    policy: PolicyName = (
-        "tedi"  # or "paper": the TeDiServe paper's rules, which know no opening: give it a plain profile
-    )
+    policy: PolicyName = "tedi"  # or "paper": the TeDiServe paper's rules; they know no opening, so use a plain profile
     plan: Plan = "flat"  # in which order a request's rest runs at low and at high thresholds; "paper" knows only flat
     risk: float = 0.5  # steps planned for: 0 the forecast's mean, 1 its upper bound; "paper" takes the mean
     margin_s: float = 0.02  # of the time to the deadline, kept for the way back to the client

@@ -481,11 +481,11 @@ class ThresholdController:
         needs = self._needs_below(open_, risk, self._top + 1)
         return [needs[open_.floor]] * open_.floor + needs[open_.floor :]
 
-    def _lowest_need(self, open_: _Open, risk: float) -> Need:
-        """At its lowest threshold, or at its pin."""
+    def _least_need(self, open_: _Open) -> Need:
+        """At its lowest threshold, or at its pin, with as few steps as the forecast's spread allows."""
         if open_.pin is not None:
-            return self._needs(open_, risk)[0]
-        return self._needs_below(open_, risk, open_.floor + 1)[-1]
+            return self._needs(open_, -1.0)[0]
+        return self._needs_below(open_, -1.0, open_.floor + 1)[-1]
 
     def _needs_below(self, open_: _Open, risk: float, count: int) -> list[Need]:
         return open_.outlook.needs(open_.standing, open_.shape, self._means, self._lengths, risk, count)
@@ -519,7 +519,7 @@ class ThresholdController:
             need = self._mean_needs(open_)[0]
             least_s = _PAPER_HOPELESS * (need.recompute + need.cache) * alone.recompute
         else:
-            need = self._lowest_need(open_, -1.0)
+            need = self._least_need(open_)
             least_s = need.recompute * alone.recompute + need.cache * alone.cache
         return open_.deadline - self.config.margin_s - least_s / (1 - self._rise_margin * open_.hopeless)
 
