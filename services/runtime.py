@@ -6,6 +6,7 @@
    nothing buffered is delivered: another one acts by now.
 """
 
+import argparse
 import asyncio
 import json
 import logging
@@ -14,7 +15,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -23,7 +24,7 @@ from prometheus_client import start_http_server
 from contracts.subjects import STREAM_MAKER
 from services import telemetry
 from services.bus import Bus, BusTimeout, NatsSettings, trace_parent
-from services.settings import ConfigError, load_section
+from services.settings import DEFAULT_FILE, PREFIX, ConfigError, load_section
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +121,21 @@ async def every(period_s: float, action: Callable[[], Awaitable[object]]) -> Non
         await asyncio.sleep(beat - loop.time())
 
 
-def start(name: str, config: type[C], make_serve: Callable[[C], Callable[[Runtime], Awaitable[None]]]) -> None:
-    """Runs a service whose settings are the table of its own name. A wrong one is told, and the exit code is 2."""
+def start(
+    name: str,
+    config: type[C],
+    make_serve: Callable[[C], Callable[[Runtime], Awaitable[None]]],
+    words: Sequence[str] | None = None,
+) -> None:
+    """Runs a service whose settings are the table of its own name. A wrong one is told, and the exit code is 2.
+
+    `words`: of the command line, which has no options but `--help`; None: those of this process.
+    """
+    table = name.replace("-", "_")
+    where = f"settings: [{table}] in {DEFAULT_FILE}, or {PREFIX}{table.upper()}_<SETTING> in the environment"
+    argparse.ArgumentParser(f"python -m services.{table}", f"%(prog)s [--help]; {where}").parse_args(words)
     try:
-        settings = load_section(config, name.replace("-", "_"))
+        settings = load_section(config, table)
         serve = make_serve(settings)
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)

@@ -35,7 +35,7 @@ def run_service() -> None:
     from services.reconfigurator.service import make_serve
     from services.runtime import start
 
-    start("reconfigurator", ReconfiguratorConfig, make_serve)
+    start("reconfigurator", ReconfiguratorConfig, make_serve, words=())
 
 
 def run_plan(path: Path, as_json: bool) -> None:

@@ -1,0 +1,33 @@
+"""The command line of services: what they do not know is refused before anything is begun."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import ROOT, plain_environment
+
+SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_refuses_an_argument_that_it_does_not_know_and_shows_those_that_it_does(service: str) -> None:
+    code, _, said = run(service, "--bogus")
+    assert code == 2
+    assert said.startswith(f"usage: python -m services.{service} [-")
+
+
+def test_a_service_without_options_says_where_its_settings_are() -> None:
+    code, told, _ = run("workload_monitor", "--help")
+    assert code == 0
+    assert "[workload_monitor] in tediserve.toml, or TEDISERVE_WORKLOAD_MONITOR_<SETTING>" in told
+    code, _, said = run("workload_monitor", "now")
+    assert code == 2
+    assert said.splitlines()[-1] == "python -m services.workload_monitor: error: unrecognized arguments: now"
+
+
+def run(service: str, *words: str) -> tuple[int, str, str]:
+    """Its exit code, and what it wrote to stdout and stderr."""
+    command = [sys.executable, "-m", f"services.{service}", *words]
+    done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
