@@ -20,11 +20,11 @@ UP_ARGS := $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(NATS
 	$(if $(SECURE),--secure) $(if $(VERBOSE),--verbose)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test test-api test-gpu test-lm-eval test-vllm check format conformance bench bench-engine bench-slo bench-telemetry docs audit clean
+.PHONY: help up down test test-api test-gpu test-lm-eval test-vllm check format conformance bench bench-engine bench-slo bench-telemetry bench-footprint docs audit clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA SECURE=1 VERBOSE=1; of make test, bench, bench-engine, bench-slo, bench-telemetry, bench-cluster: ARGS"
+	@echo "  Options of make up: PORT NATS_PORT HOST PROFILE WORKERS DATA SECURE=1 VERBOSE=1; of make test, bench, bench-engine, bench-slo, bench-telemetry, bench-footprint, bench-cluster: ARGS"
 
 up: $(VENV)/.installed-up ## start the whole stack here: nats-server, the services, an agent with two workers
 	@$(PY) -m tools.up $(UP_ARGS)
@@ -70,6 +70,9 @@ bench-slo: $(VENV)/.installed-dev ## compare policies under load, live; takes ho
 
 bench-telemetry: $(VENV)/.installed-dev ## what traces cost: two live stacks, traces on and off, in turn; sixteen minutes
 	$(PY) -m tools.bench.telemetry $(ARGS)
+
+bench-footprint: $(VENV)/.installed-dev ## processor time a request of each process of a live stack; a minute
+	$(PY) -m tools.bench.footprint $(ARGS)
 
 bench-cluster: $(VENV)/.installed-dev ## what a cluster of 128 simulated instances asks of the control services; three minutes
 	$(PY) -m tools.bench.cluster $(ARGS)
