@@ -53,7 +53,7 @@ from services.step_predictor.config import CARD_FILE, MODEL_FILE
 from services.step_predictor.model import read_card
 from tools.bench.machine import describe_machine
 from tools.bench.serving import quantile
-from tools.bench.stack import free_ports
+from tools.bench.stack import free_ports, own_processes
 from tools.fleet.__main__ import READY, behaviour_of
 from tools.fleet.engine import TOKEN_ID
 from tools.simulate.cluster import Cluster, SchedulingPolicy
@@ -186,13 +186,13 @@ def _running(job: ClusterJob, profile: Path, data: Path) -> Iterator[_Stack]:
         **{f"TEDISERVE_{name.replace('-', '_').upper()}_METRICS_PORT": str(ports[name]) for name in job.services},
         "OMP_NUM_THREADS": "1",
     }
-    running: dict[str, subprocess.Popen[bytes]] = {}
+    with own_processes() as start_process:
+        running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(name: str, command: Sequence[str], more: dict[str, str]) -> None:
-        with (data / f"{name}.log").open("wb") as log:
-            running[name] = subprocess.Popen(command, env={**environment, **more}, stdout=log, stderr=log)
+        def start(name: str, command: Sequence[str], more: dict[str, str]) -> None:
+            with (data / f"{name}.log").open("wb") as log:
+                running[name] = start_process(command, log, environment | more)
 
-    try:
         start("nats", (*wanted["nats"].command, "-m", str(monitor_port)), {})
         for name in job.services:
             start(name, wanted[name].command, wanted[name].environment)
@@ -210,14 +210,6 @@ def _running(job: ClusterJob, profile: Path, data: Path) -> Iterator[_Stack]:
             metrics_urls={name: f"http://127.0.0.1:{port}/metrics" for name, port in ports.items()},
             pids={name: process.pid for name, process in running.items()},
         )
-    finally:
-        for process in reversed(running.values()):
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
 
 
 def _wait_until_ready(running: dict[str, "subprocess.Popen[bytes]"], data: Path, marks: dict[str, str]) -> None:

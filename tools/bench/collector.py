@@ -15,6 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from tools.bench.stack import sigterm_as_ctrl_c
+
 _START_LIMIT_S = 60.0
 _STOP_LIMIT_S = 10.0
 
@@ -51,15 +53,16 @@ def running_collector() -> Iterator[tuple[str, int]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), name="collector", daemon=True)
-    process.start()
-    try:
-        if not ours.poll(_START_LIMIT_S):
-            raise RuntimeError(f"the collector has not started within {_START_LIMIT_S:g} s")
-        assert process.pid is not None
-        yield f"http://127.0.0.1:{ours.recv()}", process.pid
-    finally:
-        process.terminate()
-        process.join(_STOP_LIMIT_S)
+    with sigterm_as_ctrl_c():
+        process.start()
+        try:
+            if not ours.poll(_START_LIMIT_S):
+                raise RuntimeError(f"the collector has not started within {_START_LIMIT_S:g} s")
+            assert process.pid is not None
+            yield f"http://127.0.0.1:{ours.recv()}", process.pid
+        finally:
+            process.terminate()
+            process.join(_STOP_LIMIT_S)
 
 
 def _serve(told: Connection) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from services.profile import Profile, load_profile
 from services.threshold_controller import events as e
 from services.threshold_controller.config import ThresholdControllerConfig
 from services.threshold_controller.policy import ThresholdController
-from tools.bench.stack import free_ports
+from tools.bench.stack import free_ports, own_processes
 from tools.up.config import UpConfig
 from tools.up.plan import processes_of
 
@@ -141,18 +140,10 @@ def _controller(folder: str) -> Iterator[tuple[str, Path]]:
         config = UpConfig(port=port, nats_port=nats_port, profile=folder, data=data)
         wanted = {p.name: p for p in processes_of(config, nats_server)}
         log = Path(data) / "controller.log"
-        running: list[subprocess.Popen[bytes]] = []
-        try:
-            with log.open("wb") as output:
-                for name in ("nats", "threshold-controller"):
-                    process = wanted[name]
-                    environment = {**os.environ, **process.environment}
-                    running.append(subprocess.Popen(process.command, env=environment, stdout=output, stderr=output))
+        with log.open("wb") as output, own_processes() as start:
+            for name in ("nats", "threshold-controller"):
+                start(wanted[name].command, output, os.environ | wanted[name].environment)
             yield config.nats_url, log
-        finally:
-            for child in reversed(running):
-                child.terminate()
-                child.wait(10)
 
 
 def _wait_until_ready(log: Path) -> None:

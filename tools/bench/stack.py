@@ -1,4 +1,8 @@
-"""A stack of its own for a measurement: `python -m tools.up` on free ports, with a data folder of its own."""
+"""A measurement's own processes, which end with it: a whole stack (`python -m tools.up`), or single services.
+
+However it ends, by itself, by an error, by Ctrl-C or SIGTERM: what was started last is asked to end first, and is
+killed where it does not, or where the wish is repeated. If the measurement is killed the kernel asks them to end.
+"""
 
 import contextlib
 import os
@@ -8,11 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import IO, NamedTuple, Protocol
 
 import httpx
+
+from tools.up.__main__ import IMPATIENT_S
+from tools.up.children import tied_to_this_process
 
 _READY_LIMIT_S = 90.0
 _STOP_LIMIT_S = 60.0
@@ -24,6 +32,64 @@ class Addresses(NamedTuple):
 
     url: str  # of its gateway
     nats_url: str
+
+
+class Start(Protocol):
+    """Starts a process, in a session of its own: Ctrl-C reaches the measurement alone. Raises OSError."""
+
+    def __call__(
+        self, command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]": ...
+
+
+@contextlib.contextmanager
+def own_processes() -> Iterator[Start]:
+    """Yields what starts them."""
+    with sigterm_as_ctrl_c(), contextlib.ExitStack() as started:
+
+        def start(
+            command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]
+        ) -> "subprocess.Popen[bytes]":
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=tied_to_this_process(signal.SIGTERM),
+            )
+            started.callback(_end, process)
+            return process
+
+        yield start
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_LIMIT_S)
+    finally:  # it has ended, or is late, or the wait was interrupted
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt meanwhile: what is open is closed. Twice at once is once, as in tools.up."""
+    told_at = -IMPATIENT_S
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        nonlocal told_at
+        before, told_at = told_at, time.monotonic()
+        if told_at - before >= IMPATIENT_S:
+            raise KeyboardInterrupt
+
+    restored = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, restored)
 
 
 @contextlib.contextmanager
@@ -38,20 +104,12 @@ def running_stack(
         command = [sys.executable, "-m", "tools.up", "--profile", profile, "--workers", str(workers)]
         command += ["--data", str(data)]
         http_port, nats_port = free_ports(2)
-        with (Path(data) / "up.out").open("w+b") as output:
-            process = subprocess.Popen(
-                [*command, "--port", str(http_port), "--nats-port", str(nats_port)],
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **(environment or {})},
-            )
-            try:
-                url = f"http://127.0.0.1:{http_port}"
-                _wait_until_ready(url, process, Path(output.name))
-                yield Addresses(url, f"nats://127.0.0.1:{nats_port}")
-            finally:
-                process.send_signal(signal.SIGINT)
-                process.wait(_STOP_LIMIT_S)
+        command += ["--port", str(http_port), "--nats-port", str(nats_port)]
+        with (Path(data) / "up.out").open("w+b") as output, own_processes() as start:
+            process = start(command, output, os.environ | dict(environment or {}))
+            url = f"http://127.0.0.1:{http_port}"
+            _wait_until_ready(url, process, Path(output.name))
+            yield Addresses(url, f"nats://127.0.0.1:{nats_port}")
 
 
 def free_ports(count: int) -> list[int]:

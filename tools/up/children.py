@@ -11,7 +11,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import IO
 
@@ -27,16 +27,21 @@ def adopt_orphans() -> None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-async def start(command: tuple[str, ...], environment: dict[str, str], output: IO[bytes]) -> asyncio.subprocess.Process:
-    """Starts it with `environment` beside this process's own, all its output in the file. Raises OSError."""
+def tied_to_this_process(number: int = signal.SIGKILL) -> Callable[[], None]:
+    """A `preexec_fn` for Popen: the child gets the signal when this process (strictly, this thread of it) ends."""
     parent = os.getpid()
 
-    def die_with_parent() -> None:
+    def tie() -> None:
         if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
             if os.getppid() != parent:  # it died before the line above
                 os._exit(1)
 
+    return tie
+
+
+async def start(command: tuple[str, ...], environment: dict[str, str], output: IO[bytes]) -> asyncio.subprocess.Process:
+    """Starts it with `environment` beside this process's own, all its output in the file. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         *command,
         env=os.environ | environment,
@@ -44,7 +49,7 @@ async def start(command: tuple[str, ...], environment: dict[str, str], output: I
         stdout=output,
         stderr=output,
         start_new_session=True,
-        preexec_fn=die_with_parent,
+        preexec_fn=tied_to_this_process(),
     )
 
 
