@@ -1,12 +1,11 @@
 """What the instances of a live stack have run, read from their metrics: what a pass costs on this very machine."""
 
-import re
 from collections.abc import Sequence
 
 import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-_SAMPLE = re.compile(r"^tediserve_worker_(\w+) (\S+)$", re.MULTILINE)
 _LIMIT_S = 5.0
 
 
@@ -37,16 +36,16 @@ def done_so_far(metrics_urls: Sequence[str]) -> list[Work]:
 
 def parse_work(text: str, url: str) -> Work:
     """From a worker's `/metrics`. Raises ValueError where it is not one's."""
-    samples = dict(_SAMPLE.findall(text))
+    samples = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
     try:
         return Work(
-            passes=int(float(samples["step_seconds_count"])),
-            measured_s=float(samples["step_seconds_sum"]),
-            profiled_s=float(samples["profiled_seconds_total"]),
-            between_s=float(samples["between_steps_seconds_total"]),
+            passes=int(samples["tediserve_worker_step_seconds_count"]),
+            measured_s=samples["tediserve_worker_step_seconds_sum"],
+            profiled_s=samples["tediserve_worker_profiled_seconds_total"],
+            between_s=samples["tediserve_worker_between_steps_seconds_total"],
         )
     except KeyError as missing:
-        raise ValueError(f"{url} says nothing of tediserve_worker_{missing.args[0]}: is it a worker's?") from None
+        raise ValueError(f"{url} says nothing of {missing.args[0]}: is it a worker's?") from None
 
 
 def done_since(before: Sequence[Work], now: Sequence[Work]) -> list[Work]:
