@@ -71,7 +71,7 @@ class EvaluationJob:
                 or not 0 < setting.threshold <= 1
                 or not 0 <= setting.opening_share <= 1
             ):
-                raise ValueError(f"no such setting: {setting}")
+                raise ValueError(f"no such setting: cache {setting.cache}, threshold {setting.words}")
         if self.count < 2 or self.num_processes < 1:
             raise ValueError(f"count {self.count} and processes {self.num_processes} are too small")
 

@@ -164,8 +164,15 @@ def _open_folder(folder: Path, recording: Recording, asked: Sequence[Asked]) -> 
 def _check_same(folder: Path, found: Recording, wanted: Recording) -> None:
     names = [name for name in wanted.__struct_fields__ if getattr(found, name) != getattr(wanted, name)]
     if names:
-        was, is_now = (", ".join(f"{name} {getattr(r, name)}" for name in names) for r in (found, wanted))
+        was, is_now = _told(found, names), _told(wanted, names)
         raise ConfigError(f"{folder} holds another recording: {was} there, {is_now} now; name another folder")
+
+
+def _told(recording: Recording, names: Sequence[str]) -> str:
+    """These fields of it, for a message."""
+    return ", ".join(
+        recording.opening.words if name == "opening" else f"{name} {getattr(recording, name)}" for name in names
+    )
 
 
 def _write(path: Path, content: bytes) -> None:
