@@ -108,7 +108,7 @@ class BlockCost(Message, frozen=True, kw_only=True):
     tp_degree: Positive
     recompute_steps: Count
     cache_steps: Count
-    mean_threshold: Probability
+    mean_threshold: Probability  # over its steps, as applied: in a block's opening perhaps more than was set
     seconds: Seconds  # from the block's first pass to its last, on that instance
 
 

@@ -233,7 +233,7 @@ def describe(report: Report) -> str:
         ("first text p50 / p95 / p99, ms", _percentiles(report.first_text_ms)),
         ("output tokens/s", f"{report.tokens_per_s:.0f}"),
         ("mean steps", _number(report.mean_steps, ".2f")),
-        ("mean threshold", _number(report.mean_threshold, ".3f")),
+        ("mean threshold applied", _number(report.mean_threshold, ".3f")),
         ("moves", _number(report.moves, "d")),
         ("correct", f"{_share(report.correct)} of {report.checked}" if report.checked else "-"),
         ("most in flight", str(report.most_in_flight)),

@@ -25,12 +25,12 @@ def describe(traces: Traces) -> str:
         f"{recording.num_prompts} prompts of {recording.source}, seed {recording.seed}",
         f"blocks of {recording.block_size}, {recording.max_tokens} output tokens"
         f"{' without end at EOS' if recording.ignore_eos else ''}, temperature {recording.temperature:g}, "
-        f"an opening of {recording.opening.share:.0%} at {recording.opening.threshold:g} or more",
+        f"{recording.opening.words}",
         f"{len(traces.shards)} of {recording.num_shards} shards, {sum(len(t.steps) for t in tallies.values())} runs, "
         f"{num_steps} steps, {traces.num_bytes / 1e6:.2f} MB: {traces.num_bytes / max(1, num_steps):.1f} bytes a step",
         "",
-        "| cache | thresholds | runs | steps | p50 | p95 | recompute steps | tokens a step | mean threshold | output "
-        "tokens | correct |",
+        "| cache | thresholds | runs | steps | p50 | p95 | recompute steps | tokens a step | mean threshold set | "
+        "output tokens | correct |",
         "|---" * 11 + "|",
     ]
     for cache in recording.caches:
