@@ -35,6 +35,7 @@ class Decoding(Section, frozen=True, kw_only=True):
     thresholds: tuple[Probability, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)  # the threshold set, ascending
     threshold: Probability = 0.9  # what a request starts with, and the highest it runs at without a pin
     opening_share: Probability = 0.0  # of each block's tokens: at `threshold` or more, but for pins; 1: of all
+    opening_from: Probability = 0.0  # who runs at a threshold of the set below this has no opening: the last resort
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
     max_tokens: Positive = 256  # where the client names no length: the canvas is sized by it, so it is the cost knob
     steps_per_block: Annotated[float, Meta(ge=1.0)] = 8.0  # mean at `threshold`; prices a request before it has run
@@ -43,7 +44,9 @@ class Decoding(Section, frozen=True, kw_only=True):
     @property
     def opening(self) -> Opening:
         """Of the blocks of requests without a pin."""
-        return Opening(share=self.opening_share, threshold=self.threshold) if self.opening_share else NO_OPENING
+        if not self.opening_share:
+            return NO_OPENING
+        return Opening(share=self.opening_share, threshold=self.threshold, least=self.opening_from)
 
     @property
     def mean_steps(self) -> tuple[float, ...]:
@@ -154,6 +157,11 @@ def _check(profile: Profile, path: Path) -> None:
         raise ConfigError(
             f"{path}: decoding.threshold {d.threshold:g} is none of decoding.thresholds {d.thresholds}: it is the "
             "highest that a request runs at without a pin, so name one of them, or add it"
+        )
+    if d.opening_from > d.threshold:
+        raise ConfigError(
+            f"{path}: decoding.opening_from {d.opening_from:g} is above decoding.threshold {d.threshold:g}: nobody "
+            "would have an opening"
         )
     if d.steps_by_threshold and len(d.steps_by_threshold) != len(d.thresholds):
         raise ConfigError(

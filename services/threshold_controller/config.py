@@ -20,7 +20,7 @@ class ThresholdControllerConfig(msgspec.Struct, frozen=True, kw_only=True, forbi
     plan: Plan = "flat"  # in which order a request's rest runs at low and at high thresholds; "paper" knows only flat
     risk: float = 0.5  # steps planned for: 0 the forecast's mean, 1 its upper bound; "paper" takes the mean
     margin_s: float = 0.02  # of the time to the deadline, kept for the way back to the client
-    ahead_share: float = 0.25  # of the SLO: thresholds are chosen for an end so much before the deadline; "paper": 0
+    ahead_share: float = 0.25  # of the SLO: thresholds aim at an end so much ahead, twice with openings; "paper": 0
     rise_margin: float = 0.2  # share of time or capacity that a rise must leave free, or thresholds flap; "paper": 0
     deadline_control: bool = True  # false: every request runs at its cap
     load_control: bool = True  # false: every cap is the profile's threshold

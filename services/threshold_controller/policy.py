@@ -27,7 +27,9 @@ Deadline control, of a whole instance at once, when its batch, a forecast or a c
 request without a forecast, and each `repeat_s`:
 9. A pin is never touched. Without a deadline a request runs at its cap, a hopeless one at the lowest.
 10. Otherwise the plan for its rest counts, at steps between the forecast's mean and its upper bound, as `risk` says,
-   and for an end `ahead_share` of its SLO before the deadline: what comes meanwhile slows it down.
+   and for an end `ahead_share` of its SLO before the deadline: what comes meanwhile slows it down. After an opening a
+   low threshold costs little, so where blocks have one the end is to be `_AHEAD_AFTER_OPENING` times as early; but the
+   thresholds without one (`decoding.opening_from`) cost much, and are only for whose end would be after the deadline.
    `flat`: the highest threshold, not above the cap, at which the rest ends in time; if none, the lowest.
    `low_first`: the cap, if at it the rest ends in time; else the lowest, until it does.
    `high_first`: the highest, not above the cap, at which the open block ends so early that the rest can still be made
@@ -93,6 +95,7 @@ _RATIO_CHANGE = 0.1  # of itself; a latency ratio that changes less changes no p
 _MOST_STALE = 256  # requests whose work is computed anew in one run of load control, where only prices have changed
 _ROUNDS = 3
 _PAPER_HOPELESS = 0.7
+_AHEAD_AFTER_OPENING = 2.0
 _LEAST_HORIZON_S = 1e-3  # of an SLO that had passed before the request came
 _FORGET_S = 60.0  # after its time limit, a request whose end was never heard of
 
@@ -185,6 +188,10 @@ class ThresholdController:
         self._top = self.thresholds.index(profile.decoding.threshold)
         self._rise_margin = 0.0 if self._is_paper else config.rise_margin
         self._ahead_share = 0.0 if self._is_paper else config.ahead_share
+        opening = profile.decoding.opening
+        if opening.share:
+            self._ahead_share = min(_AHEAD_AFTER_OPENING * self._ahead_share, 1.0)
+        self._opened = bisect_left(self.thresholds, opening.least)  # the lowest threshold with an opening, if any has
         self._open: dict[str, _Open] = {}
         self._ranked: list[_Open] = []  # no two ranks are equal
         self._instances: dict[str, _Instance] = {}
@@ -669,12 +676,12 @@ class ThresholdController:
     def _choose_timed(self, open_: _Open, prices: StepPrices, now: float) -> tuple[int, Reason]:
         """Rule 10."""
         assert open_.deadline is not None
-        slack = open_.deadline - self.config.margin_s - self._ahead_share * open_.horizon_s - now
+        slack = open_.deadline - self.config.margin_s - now
         times = self._times(open_, prices)
-        index = self._highest_in_time(open_, times, slack)
+        index = self._highest_in_time(open_, times, slack, 1.0)
         before = open_.chosen.before(now)
         if before < index:
-            index = between(before, self._highest_in_time(open_, times, slack * (1 - self._rise_margin)), index)
+            index = between(before, self._highest_in_time(open_, times, slack, 1 - self._rise_margin), index)
         return index, "deadline" if index < open_.cap else _reason_at(open_.cap, self._top)
 
     def _batch_prices(
@@ -700,19 +707,22 @@ class ThresholdController:
             times.append((rest, rest / (1.0 + further)))
         return times
 
-    def _highest_in_time(self, open_: _Open, times: list[tuple[float, float]], slack: float) -> int:
-        """Rule 10."""
-        cap = open_.cap
+    def _highest_in_time(self, open_: _Open, times: list[tuple[float, float]], until: float, share: float) -> int:
+        """Rule 10, with that share of the slack. `until`: the deadline, in seconds from now."""
+        cap, slack = open_.cap, share * (until - self._ahead_share * open_.horizon_s)
+        lowest = max(open_.floor, min(cap, self._opened))
+        if times[lowest][0] > share * until:
+            lowest = open_.floor  # without an opening
         if self.config.plan == "low_first":
-            return cap if times[cap][0] <= slack else open_.floor
-        for index in range(cap, open_.floor, -1):
+            return cap if times[cap][0] <= slack else lowest
+        for index in range(cap, lowest, -1):
             rest, block = times[index]
             if self.config.plan == "high_first":
                 lowest_rest, lowest_block = times[0]
                 rest = block + lowest_rest - lowest_block
             if rest <= slack:
                 return index
-        return open_.floor
+        return lowest
 
     # --- rule 12: telling --------------------------------------------------------------------------------------------
 

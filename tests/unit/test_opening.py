@@ -25,6 +25,23 @@ def test_it_never_lowers_a_threshold_and_never_raises_it_beyond_its_own(
     assert applied in (threshold, max(threshold, floor))
 
 
+@pytest.mark.parametrize(("threshold", "applied"), [(0.4, 0.4), (0.49, 0.49), (0.5, 0.9), (0.9, 0.9), (0.95, 0.95)])
+def test_who_runs_below_its_least_threshold_has_none(threshold: float, applied: float) -> None:
+    assert Opening(share=0.5, threshold=0.9, least=0.5).applied(threshold, committed=0, left=8) == applied
+
+
+@pytest.mark.parametrize(
+    ("opening", "words"),
+    [
+        (NO_OPENING, "no opening"),
+        (Opening(share=0.7, threshold=0.9), "an opening of 0.7 at 0.9"),
+        (Opening(share=0.7, threshold=0.9, least=0.5), "an opening of 0.7 at 0.9 from 0.5 on"),
+    ],
+)
+def test_its_words_tell_openings_apart(opening: Opening, words: str) -> None:
+    assert opening.words == words
+
+
 @given(threshold=shares, committed=counts, left=counts)
 def test_there_may_be_none(threshold: float, committed: int, left: int) -> None:
     assert NO_OPENING.applied(threshold, committed=committed, left=left) == threshold

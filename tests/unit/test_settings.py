@@ -113,6 +113,7 @@ def test_a_profile_has_defaults_and_knows_its_folder(tmp_path: Path) -> None:
         (("[limits]", "[decoding]\nthreshold = 0.85\n[limits]"), r"threshold 0\.85 is none of .*name one of them"),
         (("[limits]", "[decoding]\nmax_tokens = 512\n[limits]"), r"decoding\.max_tokens"),
         (("[limits]", "[decoding]\nthreshold = 1.5\n[limits]"), r"decoding\.threshold"),
+        (("[limits]", "[decoding]\nopening_from = 0.95\n[limits]"), r"opening_from 0\.95 is above"),
         (("[limits]", '[decoding]\ncache = "full"\n[limits]'), r"decoding\.cache"),
         (("[limits]", "[slo_ms]\ngold = 1\n[limits]"), "gold"),
         (("[limits]", "[quality_floor]\ndefault = 0.55\n[limits]"), "quality_floor.default 0.55"),

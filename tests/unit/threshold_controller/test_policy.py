@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.costs import LatencyProfile, PassCost
+from services.profile import Profile
 from services.threshold_controller import events as e
 from services.threshold_controller.config import ThresholdControllerConfig
 from services.threshold_controller.policy import ThresholdController
@@ -96,6 +97,46 @@ def test_it_plans_for_an_end_ahead_of_the_deadline_by_a_share_of_the_slo() -> No
     paper = make_controller("a", policy="paper", ahead_share=0.9)
     placed(paper, 0.080, slo_s=0.080)
     assert decisions(paper) == {"r1": (0.9, "slack")}
+
+
+@pytest.mark.parametrize(
+    ("deadline", "expected"),
+    [
+        (0.0800, (0.9, "slack")),
+        (0.0790, (0.8, "deadline")),  # 16 ms ahead: twice the share, for low thresholds cost little after an opening
+        (0.0390, (0.6, "deadline")),  # the lowest with an opening: it ends before the deadline, if not so far ahead
+        (0.0375, (0.5, "deadline")),  # and this only without
+        (0.0290, (0.5, "hopeless")),
+    ],
+)
+def test_a_request_has_no_opening_only_where_it_would_be_late_with_one(
+    deadline: float, expected: tuple[float, str]
+) -> None:
+    controller = make_controller("a", profile=opened(0.6), ahead_share=0.1)
+    placed(controller, deadline, slo_s=0.080)
+    assert decisions(controller) == {"r1": expected}
+
+
+def test_without_an_opening_only_below_the_floor_nobody_is() -> None:
+    controller = make_controller("a", profile=opened(0.6))
+    placed(controller, 0.0375, floor=0.6)
+    assert decisions(controller) == {"r1": (0.6, "hopeless")}
+
+
+def test_an_opening_comes_back_only_with_a_margin() -> None:
+    """It needs 35.9 ms with one, and has 36; with a fifth of them kept free it has 28.8. Later it needs 25.4."""
+    controller = make_controller("a", profile=opened(0.6), rise_margin=0.2)
+    placed(controller, 0.0370)
+    assert decisions(controller)["r1"][0] == 0.5
+    controller.handle(forecast(steps_left=(3.0, 5.5, 8.0, 10.0, 12.0)), 0.001)
+    assert decisions(controller)["r1"][0] == 0.5
+    controller.handle(forecast(steps_left=(2.0, 3.0, 8.0, 10.0, 12.0)), 0.002)
+    assert decisions(controller)["r1"][0] == 0.6
+
+
+def opened(least: float) -> Profile:
+    """Half of each block is an opening, for those that run at `least` or more."""
+    return replace(PROFILE, decoding=replace(PROFILE.decoding, opening_share=0.5, opening_from=least))
 
 
 @pytest.mark.parametrize(("risk", "expected"), [(0.0, 0.9), (0.5, 0.8), (1.0, 0.7)])
