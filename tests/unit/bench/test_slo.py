@@ -119,7 +119,11 @@ def test_the_paper_s_policy_runs_without_what_is_ours_in_the_profile() -> None:
         folder=plain.folder,
         quality_floor={},
         decoding=msgspec.structs.replace(
-            ours.decoding, opening_share=0.0, steps_by_threshold=plain.decoding.steps_by_threshold
+            ours.decoding,
+            opening_share=0.0,
+            opening_from=0.0,
+            thresholds=plain.decoding.thresholds,  # ours may have some below, without an opening
+            steps_by_threshold=plain.decoding.steps_by_threshold,
         ),
     )
     assert same == plain

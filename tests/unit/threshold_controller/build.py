@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from contracts import messages as m
 from services.costs import LatencyProfile, PassCost
 from services.profile import Decoding, EngineSection, Limits, Profile
@@ -19,6 +21,11 @@ PROFILE = Profile(
     engine=EngineSection(),
 )
 LATENCY = LatencyProfile({1: PassCost(curve=((0.0, 1.0), (1000.0, 101.0)))})  # 1 ms and 0.1 ms a token
+
+
+def opened(least: float) -> Profile:
+    """Half of each block is an opening, for those that run at `least` or more."""
+    return replace(PROFILE, decoding=replace(PROFILE.decoding, opening_share=0.5, opening_from=least))
 
 
 def make_fresh(profile: Profile = PROFILE, latency: LatencyProfile = LATENCY, **config: Any) -> ThresholdController:

@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from services.costs import LatencyProfile, PassCost
-from services.profile import Profile
 from services.threshold_controller import events as e
 from services.threshold_controller.config import ThresholdControllerConfig
 from services.threshold_controller.policy import ThresholdController
@@ -20,6 +19,7 @@ from tests.unit.threshold_controller.build import (
     held,
     make_controller,
     make_fresh,
+    opened,
     record,
     report,
     seen,
@@ -132,11 +132,6 @@ def test_an_opening_comes_back_only_with_a_margin() -> None:
     assert decisions(controller)["r1"][0] == 0.5
     controller.handle(forecast(steps_left=(2.0, 3.0, 8.0, 10.0, 12.0)), 0.002)
     assert decisions(controller)["r1"][0] == 0.6
-
-
-def opened(least: float) -> Profile:
-    """Half of each block is an opening, for those that run at `least` or more."""
-    return replace(PROFILE, decoding=replace(PROFILE.decoding, opening_share=0.5, opening_from=least))
 
 
 @pytest.mark.parametrize(("risk", "expected"), [(0.0, 0.9), (0.5, 0.8), (1.0, 0.7)])

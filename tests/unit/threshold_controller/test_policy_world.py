@@ -5,15 +5,18 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.profile import Profile
 from services.threshold_controller import events as e
 from services.threshold_controller.policy import ThresholdController
 from tests import builders
 from tests.unit.threshold_controller.build import (
+    PROFILE,
     THRESHOLDS,
     caps,
     decisions,
     entry,
     make_controller,
+    opened,
     report,
     seen,
     status,
@@ -178,16 +181,25 @@ def test_a_hopeless_request_changes_nobody_s_cap(world: list[Known], data: st.Da
     assert with_it == caps(run(world, skip=place))
 
 
-@given(worlds, st.data(), st.floats(0.0, 2.0), st.sampled_from(["flat", "low_first", "high_first"]))
-@settings(max_examples=40)
-def test_more_slack_never_lowers_a_threshold(world: list[Known], data: st.DataObject, more: float, plan: str) -> None:
+@given(
+    worlds,
+    st.data(),
+    st.floats(0.0, 2.0),
+    st.sampled_from(["flat", "low_first", "high_first"]),
+    st.sampled_from([PROFILE, opened(0.0), opened(0.7)]),
+)
+@settings(max_examples=60)
+def test_more_slack_never_lowers_a_threshold(
+    world: list[Known], data: st.DataObject, more: float, plan: str, profile: Profile
+) -> None:
     """Of the request itself, nor of another one; at equal caps."""
+    rules: dict[str, Any] = {"plan": plan, "profile": profile, "ahead_share": 0.2, "load_control": False}
     place = data.draw(st.integers(0, len(world) - 1))
     slack = world[place].slack
     world[place] = world[place]._replace(slack=0.1 if slack is None else slack)
-    before = decisions(run(world, plan=plan, load_control=False))
+    before = decisions(run(world, **rules))
     world[place] = world[place]._replace(slack=(world[place].slack or 0.0) + more)
-    after = decisions(run(world, plan=plan, load_control=False))
+    after = decisions(run(world, **rules))
     name = f"r{place}"
     if name in before:
         assert after[name][0] >= before[name][0]
