@@ -145,6 +145,7 @@ def _uvicorn_config(config: GatewayConfig, gateway: Gateway, tls: ServerTls | No
         lifespan="off",
         ws="none",
         server_header=False,
+        proxy_headers=False,  # nobody asks where a request came from
         timeout_keep_alive=75,  # longer than clients keep idle connections, or they meet a closed one
         timeout_graceful_shutdown=int(config.drain_limit_s + _LAST_WORDS_S),
     )

@@ -352,7 +352,7 @@ class CallResponse:
 def build_app(gateway: Gateway, version: str) -> ASGIApp:
     """The routes, with request ids, metrics and a log line around them."""
 
-    def check_key(connection: Connection, handler: BaseRouteHandler) -> None:
+    async def check_key(connection: Connection, handler: BaseRouteHandler) -> None:  # Litestar runs others in a thread
         if not handler.opt.get("public"):
             authorization = connection.headers.get("authorization", "")
             connection.scope["state"]["key"] = gateway.access.identify(authorization)

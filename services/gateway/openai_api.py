@@ -345,7 +345,7 @@ class Api:
             )
 
     def _chat(self, body: ChatBody, content: dict[str, Any], arrival: Arrival) -> Call:
-        self._check_common(body, arrival.key)
+        self._check_common(body, content, arrival.key)
         if body.top_logprobs and not body.logprobs:
             raise _invalid("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
         messages = [_message(message, index) for index, message in enumerate(body.messages)]
@@ -369,7 +369,7 @@ class Api:
         )
 
     def _text(self, body: TextBody, content: dict[str, Any], arrival: Arrival) -> Call:
-        self._check_common(body, arrival.key)
+        self._check_common(body, content, arrival.key)
         alternatives = body.logprobs or 0
         self._check_alternatives(body, alternatives, "logprobs")
         prompts = [self._prompt_ids(prompt) for prompt in _prompts(body.prompt, self._max_choices)]
@@ -378,10 +378,10 @@ class Api:
             body, content, arrival, "text", prompts, body.max_tokens, "max_tokens", with_logprobs, alternatives > 0
         )
 
-    def _check_common(self, body: CommonBody, key: ApiKey) -> None:
-        for name in body.__struct_fields__:
+    def _check_common(self, body: CommonBody, content: dict[str, Any], key: ApiKey) -> None:
+        for name in filter(NEUTRAL.__contains__, content):
             value = getattr(body, name)
-            if name in NEUTRAL and value is not None and not _is_neutral(name, value):
+            if value is not None and not _is_neutral(name, value):
                 raise ApiError(
                     400,
                     f"'{name}' is not supported by this server: leave it out.",

@@ -24,6 +24,8 @@ class StopScanner:
         """More text. Returns what may be shown now; `stopped` tells whether that was the last."""
         if self.stopped:
             return ""
+        if not self._stops:
+            return piece
         text = self._held + piece
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:

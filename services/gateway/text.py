@@ -4,6 +4,7 @@
 2. Text that comes back token by token is given out in whole characters: bytes that do not yet make one are held back.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -60,6 +61,7 @@ class TextCodec:
         self._names = {key: text for key, value in config.items() if key.endswith("_token") and (text := _text(value))}
         self._template = _compile(template) if template is not None else None
         self.vocab_size = self._plain.get_vocab_size()
+        self.whole_text = functools.cache(self._whole_text)
 
     @property
     def has_template(self) -> bool:
@@ -147,6 +149,18 @@ class TextCodec:
             return bytes(self._to_bytes[c] for c in token)
         return token.encode() if self._to_bytes is not None else self.decode([token_id]).encode()
 
+    def _whole_text(self, token_id: int) -> str | None:
+        """What the token says wherever it stands; None: that may depend on the tokens around it.
+
+        `whole_text` is the same and remembers. Bytes of a byte-level vocabulary are only put one behind another.
+        """
+        if self._to_bytes is None:
+            return None
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:  # a part of a character
+            return None
+
 
 class Detokenizer:
     """The text of token ids that come one by one. What `push` returned, and then `finish`, is `decode` of them all.
@@ -162,6 +176,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """One more token. Returns the characters that it completes, perhaps none."""
+        if not self._new and (text := self._codec.whole_text(token_id)) is not None:
+            return text
         self._new.append(token_id)
         piece = self._piece()
         if not piece or piece.endswith(_BROKEN):

@@ -173,6 +173,12 @@ def test_a_character_cut_short_comes_out_broken_at_the_end(codec: TextCodec) -> 
     assert piecewise(codec, ids) == ["", "\ufffd"]
 
 
+def test_a_tokens_text_is_known_without_its_neighbours_unless_it_is_a_part_of_a_character(codec: TextCodec) -> None:
+    [letter], part = codec.encode_prompt("a"), codec.encode_prompt("é")[0]
+    special, unknown = 0, 10**6
+    assert [codec.whole_text(i) for i in (letter, part, special, unknown)] == ["a", None, "", ""]
+
+
 def test_the_leading_space_of_a_word_is_kept(tmp_path: Path) -> None:
     """With tokenizers of the SentencePiece kind a word's first token decodes without its space when alone."""
     vocab = {"▁": 0, "▁hello": 1, "▁world": 2, "h": 3}
