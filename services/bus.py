@@ -462,10 +462,17 @@ class Bus:
 
     async def purge(self, stream: str, subject: str) -> None:
         """Removes the subject's messages. Raises BusTimeout."""
+        await self._purge(stream, subject=subject)
+
+    async def purge_below(self, stream: str, seq: int) -> None:
+        """Removes all messages with a lower sequence. Raises BusTimeout."""
+        await self._purge(stream, seq=seq)
+
+    async def _purge(self, stream: str, *, subject: str | None = None, seq: int | None = None) -> None:
         try:
-            await self._js.purge_stream(stream, subject=subject)
+            await self._js.purge_stream(stream, subject=subject, seq=seq)
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
-            raise BusTimeout(f"{subject}: {error!r}") from None
+            raise BusTimeout(f"{subject or stream}: {error!r}") from None
 
     async def follow(
         self,

@@ -4,7 +4,8 @@
 2. Statuses are heard before the streams are read, and REQUESTS is read before PROGRESS: a final record that is seen has
    its request seen before, or purged.
 3. Events that arrive at one moment are decided upon together. Commands that wait for an answer are tasks of their own.
-4. After a cut, or after this process itself stood still, everybody's silence counts anew.
+4. What has ended leaves REQUESTS within moments, as much as possible in one call (`ended.py`).
+5. After a cut, or after this process itself stood still, everybody's silence counts anew.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from services.progress import Overtaken, subject_of, write_record
 from services.runtime import Runtime, Stop, new_id
 from services.scheduler import events as e
 from services.scheduler.config import SchedulerConfig
+from services.scheduler.ended import EndedRequests
 from services.scheduler.policy import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,8 @@ SKEW_S = Histogram(
 )
 
 _WRITE_LIMIT_S = 2.0
-_PURGE_PAUSE_S = 0.2
+_PURGE_PAUSE_S = 0.2  # before what has failed is tried again
+_PURGE_EVERY_S = 0.1
 _CATCH_UP_LIMIT_S = 60.0
 _BEAT_S = 0.25  # of the check that this process has not stood still
 _STOOD_STILL_S = 1.0
@@ -124,6 +127,8 @@ class SchedulerService:
         self._skews: dict[str, deque[float]] = {}  # by instance id
         self._skewed: set[str] = set()  # instances whose clock has been warned about
         self._traces: dict[str, str] = {}  # trace parents of open requests
+        self._ended = EndedRequests()
+        self._has_ended = asyncio.Event()  # one of them
 
     async def start(self) -> None:
         """Raises BusTimeout."""
@@ -152,6 +157,7 @@ class SchedulerService:
         )
         await _catch_up(progress, subjects.PROGRESS)
         self._runtime.spawn(self._watch_own_silence(), name="own silence")
+        self._runtime.spawn(self._remove_ended(), name="ended")
         self._handle(e.CaughtUp())
         await bus.respond(subjects.DRAIN, m.DrainNotice, self._on_drain)
         OPEN.set_function(lambda: self._scheduler.num_open)
@@ -172,6 +178,7 @@ class SchedulerService:
     def _on_request(self, request: m.GenerateRequest, seq: int) -> None:
         offset = self._loop.time() - time.time()  # wall clock to ours
         deadline = None if request.deadline_at is None else request.deadline_at + offset
+        self._ended.note_request(request.request_id, seq)
         if parent := trace_parent.get():
             self._traces[request.request_id] = parent
         self._handle(e.RequestSeen(request, seq, request.created_at + offset, request.expires_at + offset, deadline))
@@ -218,7 +225,7 @@ class SchedulerService:
             await asyncio.sleep(_BEAT_S)
 
     def _note_own_beat(self) -> None:
-        """Rule 4: what others said while this process stood still may lie unread."""
+        """Rule 5: what others said while this process stood still may lie unread."""
         stood_still_s = self._loop.time() - self._beat_at
         self._beat_at = self._loop.time()
         if stood_still_s > _STOOD_STILL_S:
@@ -271,7 +278,8 @@ class SchedulerService:
             case e.WriteRecord():
                 self._spawn(self._write(command), "write")
             case e.Purge():
-                self._spawn(self._purge(subjects.request(request_id)), "purge")
+                self._ended.note_end(request_id)
+                self._has_ended.set()
                 self._traces.pop(request_id, None)
             case e.SendCancel():
                 cancel = m.Cancel(request_id=request_id)
@@ -344,14 +352,31 @@ class SchedulerService:
             event = e.WriteUnanswered(request_id, after_seq)
         self._handle(event)
 
-    async def _purge(self, subject: str) -> None:
+    async def _remove_ended(self) -> None:
+        """Rule 4."""
         while True:
-            try:
-                await self._bus.purge(subjects.REQUESTS, subject)
-                return
-            except BusTimeout as error:
-                logger.debug("purge: %s", error)
-                await asyncio.sleep(_PURGE_PAUSE_S)
+            await self._has_ended.wait()
+            below_seq, request_ids = self._ended.take()
+            if below_seq:
+                await _insist(partial(self._bus.purge_below, subjects.REQUESTS, below_seq))
+            for request_id in request_ids:
+                await self._purge(subjects.request(request_id))
+            if not self._ended.are_left:
+                self._has_ended.clear()
+            await asyncio.sleep(_PURGE_EVERY_S)
+
+    async def _purge(self, subject: str) -> None:
+        await _insist(partial(self._bus.purge, subjects.REQUESTS, subject))
+
+
+async def _insist(purge: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        try:
+            await purge()
+            return
+        except BusTimeout as error:
+            logger.debug("purge: %s", error)
+            await asyncio.sleep(_PURGE_PAUSE_S)
 
 
 async def _catch_up(follower: Follower, stream: str) -> None:

@@ -251,6 +251,14 @@ async def test_a_full_stream_refuses_until_there_is_room(nats_server: NatsServer
     await bus.close()
 
 
+async def test_all_below_a_sequence_go_at_once(bus: Bus) -> None:
+    await fill(bus, 0, 5)
+    found = await bus.last(subjects.REQUESTS, subjects.request("r3"), m.GenerateRequest)
+    assert found is not None
+    await bus.purge_below(subjects.REQUESTS, found.seq)
+    assert await bus.stored_subjects(subjects.REQUESTS, "req.*") == ["req.r3", "req.r4"]
+
+
 async def test_another_bound_is_applied_to_the_stream_that_exists(nats_server: NatsServer, bus: Bus) -> None:
     await fill(bus, 0, 2)
     smaller = await Bus.connect(NatsSettings(url=nats_server.url, max_open_requests=2), "smaller")
