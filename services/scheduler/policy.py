@@ -154,9 +154,8 @@ class _Open:
         return self.phase == "writing" and self.pending is not None and self.pending.record.is_final
 
 
-_Alarm: TypeAlias = Literal[
-    "assign", "deadline", "expiry", "gateway", "instance", "late", "moves", "room", "settle", "write"
-]
+_Alarm: TypeAlias = Literal["assign", "expiry", "gateway", "instance", "moves", "room", "settle", "write"]
+_OF_REQUESTS = ("assign", "expiry", "write")  # they are for nothing once the request has ended
 
 
 class Scheduler:
@@ -188,6 +187,7 @@ class Scheduler:
         self._load: m.LoadState | None = None
         self._load_at = -math.inf  # when it was heard
         self._alarms: list[tuple[float, _Alarm, str]] = []  # a heap; what they are for is checked when they ring
+        self._lateness: list[tuple[float, Literal["deadline", "late"], str]] = []  # likewise; it matters to who waits
         self._wake_at: float | None = None
         self._commands: list[Command] = []
 
@@ -211,6 +211,7 @@ class Scheduler:
 
     def handle_all(self, events: Iterable[Event], now: float) -> list[Command]:
         """Events of one moment: the order in which they are given does not matter."""
+        self._note_lateness(now)
         for event in in_order(events):
             self._apply(event, now)
         self._settle_if_due()
@@ -285,8 +286,8 @@ class Scheduler:
         self._note_gateway(request.gateway_id, now)
         self._set_alarm(event.expires_at + self.config.expiry_margin_s, "expiry", open_.id)
         if event.deadline is not None:
-            self._set_alarm(event.deadline, "deadline", open_.id)
-            self._set_alarm(event.deadline - self.config.fill_share * slo_s, "late", open_.id)
+            heapq.heappush(self._lateness, (event.deadline, "deadline", open_.id))
+            heapq.heappush(self._lateness, (event.deadline - self.config.fill_share * slo_s, "late", open_.id))
         self._enqueue(open_)
         past = self._past.get(open_.id)
         if past is not None:
@@ -966,11 +967,25 @@ class Scheduler:
         heapq.heappush(self._alarms, (at, alarm, key))
 
     def _wake_for_alarms(self) -> None:
-        if not self._caught_up or not self._alarms:
+        if not self._caught_up:
             return
-        if self._wake_at is None or self._alarms[0][0] < self._wake_at:
-            self._wake_at = self._alarms[0][0]
-            self._do(WakeAt(self._wake_at))
+        while self._alarms and self._alarms[0][1] in _OF_REQUESTS and self._alarms[0][2] not in self._open:
+            heapq.heappop(self._alarms)
+        heaps = (self._alarms, self._lateness) if len(self._queue) else (self._alarms,)
+        wake_at = min([heap[0][0] for heap in heaps if heap], default=math.inf)
+        if wake_at < (math.inf if self._wake_at is None else self._wake_at):
+            self._wake_at = wake_at
+            self._do(WakeAt(wake_at))
+
+    def _note_lateness(self, now: float) -> None:
+        """Rule 8. Where nobody waits, nobody needs to know before the next event."""
+        while self._caught_up and self._lateness and self._lateness[0][0] <= now:
+            _, what, request_id = heapq.heappop(self._lateness)
+            open_ = self._open.get(request_id)
+            if open_ is not None and what == "deadline":
+                self._forget_deadline(open_)
+            elif open_ is not None:
+                self._check_late(open_, now)
 
     def _ring_alarms(self, now: float) -> None:
         if not self._caught_up:  # rule 2: what is known so far is no ground to act on
@@ -989,12 +1004,6 @@ class Scheduler:
                     self._room_changed = True
                 case "moves":
                     self._moves_are_due = False  # `handle` looks for them
-                case "deadline":
-                    if key in self._open:
-                        self._forget_deadline(self._open[key])
-                case "late":
-                    if key in self._open:
-                        self._check_late(self._open[key], now)
                 case "assign" | "expiry" | "write":
                     if key in self._open:
                         self._check_request(self._open[key], alarm, now)
@@ -1041,7 +1050,7 @@ class Scheduler:
         if late_at <= now:
             self._forget_deadline(open_)
         else:
-            self._set_alarm(late_at, "late", open_.id)
+            heapq.heappush(self._lateness, (late_at, "late", open_.id))
 
     def _forget_deadline(self, open_: _Open) -> None:
         """It has passed, or is certain to pass: `waiting.py`, rule 3."""

@@ -571,7 +571,7 @@ def test_priority_then_deadline_then_arrival(make: Make) -> None:
 def test_a_long_wait_is_worth_a_level_of_priority(make: Make) -> None:
     scheduler = make(ageing_s=10.0)
     old = seen(make_request("old"), seq=1, arrived_at=1.0)
-    run(scheduler, 11.0, old, seen(make_request("peer", priority=1), seq=2, arrived_at=11.0, deadline=20.0))
+    run(scheduler, 11.0, old, seen(make_request("peer", priority=1), seq=2, arrived_at=11.0, deadline=30.0))
     run(scheduler, 25.0, seen(make_request("new", priority=1), seq=3, arrived_at=25.0))
     commands = run(scheduler, 25.0, status("a", max_requests=9, kv_tokens=99999))
     assert [request_id for request_id, _ in placements(commands)] == ["peer", "old", "new"]
