@@ -16,8 +16,8 @@ from services.bus import Bus, BusTimeout, SequenceConflict
 from services.runtime import Stop
 
 LEASE_TTL_S = 1  # the scheduler's
-RENEW_EVERY_S = 0.3
-
+_RENEW_SHARE = 0.3  # of the time to live, from one renewal to the next
+_ASK_EVERY_S = 0.3  # who stands by
 
 HELD = Gauge("tediserve_lease_held", "1 while this process holds the lease, 0 while it stands by", ["lease"])
 
@@ -45,7 +45,7 @@ class Lease:
                     self._subject, self._value, after_seq=0, ttl_s=self._ttl_s, limit_s=self._ttl_s
                 )
             except (SequenceConflict, BusTimeout):
-                await asyncio.sleep(RENEW_EVERY_S)
+                await asyncio.sleep(_ASK_EVERY_S)
             else:
                 self.epoch = self._seq
                 self._held.set(1)
@@ -82,7 +82,7 @@ class Lease:
         loop = asyncio.get_running_loop()
         renewed_at = tried_at = loop.time()
         while True:
-            await asyncio.sleep(RENEW_EVERY_S)
+            await asyncio.sleep(_RENEW_SHARE * self._ttl_s)
             started_at = loop.time()
             left_s = renewed_at + self._ttl_s - started_at
             if left_s <= 0:
