@@ -140,7 +140,6 @@ class Noise(msgspec.Struct, frozen=True):
         return Noise(self.rows[start:end] - first, self.keys[start:end], self.temperature[start:end])
 
 
-@torch.inference_mode()
 def score(
     logits_MV: Tensor, mask_id: int, noise: Noise | None = None, *, first_id: int = 0, ranks: Ranks = ALONE
 ) -> tuple[Tensor, Tensor]:
@@ -189,7 +188,6 @@ def _merge(numbers_RNM: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return best_M, total_M, token_RM.gather(0, winner_1M)[0].long(), logit_RM.gather(0, winner_1M)[0]
 
 
-@torch.inference_mode()
 def negative_entropy(logits_MV: Tensor, mask_id: int, *, first_id: int = 0, ranks: Ranks = ALONE) -> Tensor:
     """Sum of p ln p of each row [M]: 0 where it is sure of a token, less where it is not. Overwrites the logits."""
     logits_MV = _without_mask(logits_MV, mask_id - first_id)

@@ -15,7 +15,6 @@ V token ids.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -66,7 +65,6 @@ class Decoder:
         """[T, ...], as the kernels like it."""
         return self.rope.at(windows)
 
-    @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
         """Final hidden states [M, d] of the wanted rows; writes the K/V of all T rows into the pool."""
         x_Td = self._embed(batch.token_ids_T)
@@ -75,7 +73,6 @@ class Decoder:
         x_Md = self._layers[-1].forward_wanted(x_Td, batch)
         return self.kernels.rms_norm(x_Md, self._norm, self.spec.norm_eps)
 
-    @torch.inference_mode()
     def logits(self, hidden_Md: Tensor) -> Tensor:
         """Logits [M, V] of this rank's share of the vocabulary."""
         return functional.linear(hidden_Md, self._head)
