@@ -63,6 +63,7 @@ class GenerateRequest(Message, frozen=True, kw_only=True):
     max_tokens: Positive  # exact number of output tokens; the canvas rounds it up to whole blocks
     block_size: Positive
     cache: CacheMode
+    blocks_ahead: Count | None = None  # that the model sees beyond the current one; None: all
     created_at: WallClock
     expires_at: WallClock
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.0
@@ -83,7 +84,7 @@ class GenerateRequest(Message, frozen=True, kw_only=True):
 
     @property
     def canvas_tokens(self) -> int:
-        """Length of prompt and output area, in tokens: what a recompute step passes and what the KV pool holds."""
+        """Length of prompt and output area, in tokens: what the KV pool keeps room for."""
         return len(self.prompt_ids) + self.num_blocks * self.block_size
 
     @property
@@ -264,6 +265,7 @@ class Held(Message, frozen=True, kw_only=True):
     canvas_tokens: Positive
     block_size: Positive
     cache: CacheMode
+    blocks_ahead: Count | None = None
     blocks_done: Count
 
 

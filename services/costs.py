@@ -39,7 +39,7 @@ class PassLoad(NamedTuple):
     tokens: float = 0.0  # rows of all its steps
     recompute_steps: float = 0.0
     cache_steps: float = 0.0
-    keys: float = 0.0  # the canvases of its requests, added up
+    keys: float = 0.0  # what its requests see of their canvases, added up
     pairs: float = 0.0  # of a row and a key that it attends to
 
     def plus(self, other: "PassLoad") -> "PassLoad":
@@ -59,34 +59,48 @@ class PassLoad(NamedTuple):
         return "recompute" if self.recompute_steps else "cache"
 
 
-def step_load(kind: StepKind, tokens: float, canvas_tokens: float, steps: float = 1.0) -> PassLoad:
-    """`steps` steps of one kind, each of `tokens` rows in a canvas of that length."""
-    rows, keys = steps * tokens, steps * canvas_tokens
+def step_load(kind: StepKind, tokens: float, seen_tokens: float, steps: float = 1.0) -> PassLoad:
+    """`steps` steps of one kind, each of `tokens` rows that see so much of their canvas."""
+    rows, keys = steps * tokens, steps * seen_tokens
     recompute_steps, cache_steps = (steps, 0.0) if kind == "recompute" else (0.0, steps)
-    return PassLoad(rows, recompute_steps, cache_steps, keys, rows * canvas_tokens)
+    return PassLoad(rows, recompute_steps, cache_steps, keys, rows * seen_tokens)
 
 
 class Resident(NamedTuple):
     """A request as it weighs on its instance."""
 
-    canvas_tokens: int
+    canvas_tokens: int  # that it takes of the K/V pool
     block_size: int
     cache: CacheMode
-    output_tokens_left: int  # from the start of its current block to the canvas's end: the prefix cache's window
+    output_tokens_left: int  # from the start of its current block to the canvas's end
+    blocks_ahead: int | None = None  # that the model sees beyond the current one; None: all
+
+    @property
+    def output_tokens_seen(self) -> int:
+        """Of `output_tokens_left`, what the model sees: the rows of a prefix cache step."""
+        if self.blocks_ahead is None:
+            return self.output_tokens_left
+        return min(self.output_tokens_left, (1 + self.blocks_ahead) * self.block_size)
+
+    @property
+    def seen_tokens(self) -> int:
+        """Of the canvas, what the model sees: the keys of a step, and the rows of a recompute step."""
+        return self.canvas_tokens - self.output_tokens_left + self.output_tokens_seen
 
 
 def mean_pass(residents: Iterable[Resident], steps_per_block: float) -> PassLoad:
     """What these residents put, on average, into a pass (rule 4)."""
     tokens = recompute_steps = cache_steps = keys = pairs = 0.0
-    for canvas, block_size, cache, output_tokens_left in residents:
-        recompute = 1.0 if cache == "none" else 1 / steps_per_block
-        window = block_size if cache == "dual" else output_tokens_left
-        rows = recompute * canvas + (1 - recompute) * window
+    for resident in residents:
+        recompute = 1.0 if resident.cache == "none" else 1 / steps_per_block
+        window = resident.block_size if resident.cache == "dual" else resident.output_tokens_seen
+        seen = resident.seen_tokens
+        rows = recompute * seen + (1 - recompute) * window
         tokens += rows
         recompute_steps += recompute
         cache_steps += 1 - recompute
-        keys += canvas
-        pairs += rows * canvas
+        keys += seen
+        pairs += rows * seen
     return PassLoad(tokens, recompute_steps, cache_steps, keys, pairs)
 
 

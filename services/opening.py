@@ -33,3 +33,16 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 NO_OPENING = Opening()
+
+
+class Manner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How blocks are decoded beside thresholds: what a recording, a predictor and a profile must have in common."""
+
+    opening: Opening = NO_OPENING
+    blocks_ahead: int | None = None  # that the model sees beyond the current one; None: all
+
+    @property
+    def words(self) -> str:
+        """For a message."""
+        sight = "the whole canvas" if self.blocks_ahead is None else f"{self.blocks_ahead} blocks ahead"
+        return f"{self.opening.words} and {sight} in sight"

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from contracts.messages import CacheMode, Positive, Probability
-from services.opening import NO_OPENING, Opening
+from services.opening import NO_OPENING, Manner, Opening
 from services.settings import ConfigError
 
 Tier = Literal["flex", "default", "priority"]
@@ -32,6 +32,7 @@ class Decoding(Section, frozen=True, kw_only=True):
 
     block_size: Positive = 32
     cache: CacheMode = "dual"
+    blocks_ahead: Annotated[int, Meta(ge=0)] | None = None  # that the model sees beyond the current one; none: all
     thresholds: tuple[Probability, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)  # the threshold set, ascending
     threshold: Probability = 0.9  # what a request starts with, and the highest it runs at without a pin
     opening_share: Probability = 0.0  # of each block's tokens: at `threshold` or more, but for pins; 1: of all
@@ -47,6 +48,11 @@ class Decoding(Section, frozen=True, kw_only=True):
         if not self.opening_share:
             return NO_OPENING
         return Opening(share=self.opening_share, threshold=self.threshold, least=self.opening_from)
+
+    @property
+    def manner(self) -> Manner:
+        """How blocks are decoded, beside thresholds."""
+        return Manner(opening=self.opening, blocks_ahead=self.blocks_ahead)
 
     @property
     def mean_steps(self) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ D head size, R requests.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.denoiser.kernels import Varlen
 from services.denoiser.kv_pool import KVPool, Span
+
+
+class Place(NamedTuple):
+    """Of a request in a pass."""
+
+    request_id: str
+    window: tuple[int, int]  # the positions [start, end) of its rows
+    num_keys: int  # that each of them attends to: the first of its canvas
 
 
 class Attention(Protocol):
@@ -36,26 +44,22 @@ class Attention(Protocol):
         """Attention output [T, H * D]; `query_counts` says how many rows each request has."""
 
 
-def attention_over(pool: KVPool, windows: Sequence[tuple[str, tuple[int, int]]], varlen: Varlen | None) -> Attention:
-    """For requests in the order in which their rows are packed, with the positions [start, end) of those.
-
-    That must be the order of their slots.
-    """
-    return PackedAttention(pool, windows) if varlen is None else varlen_attention(pool, windows, varlen)
+def attention_over(pool: KVPool, places: Sequence[Place], varlen: Varlen | None) -> Attention:
+    """For requests in the order in which their rows are packed, which must be the order of their slots."""
+    return PackedAttention(pool, places) if varlen is None else varlen_attention(pool, places, varlen)
 
 
 class PackedAttention:
     """Request by request."""
 
-    def __init__(
-        self, pool: KVPool, windows: Sequence[tuple[str, tuple[int, int]]], *, by_index: bool | None = None
-    ) -> None:
+    def __init__(self, pool: KVPool, places: Sequence[Place], *, by_index: bool | None = None) -> None:
         self.pool = pool
-        self.runs = [pool.run(request_id, window) for request_id, window in windows]
-        self._row_counts = [end - start for _, (start, end) in windows]
+        self.runs = [pool.run(request_id, window) for request_id, window, _ in places]
+        self._row_counts = [end - start for _, (start, end), _ in places]
         by_index = pool.device.type == "cuda" if by_index is None else by_index
         self._slots_T = pool.slots_of(self.runs) if by_index else None
-        self._keys_values = list(zip(*(pool.keys_values(request_id) for request_id, _ in windows), strict=True))
+        of_each = [pool.keys_values(request_id, num_keys) for request_id, _, num_keys in places]
+        self._keys_values = list(zip(*of_each, strict=True))
 
     def write(self, layer: int, kv_TKD: Tensor) -> None:
         if self._slots_T is not None:
@@ -123,14 +127,14 @@ class VarlenAttention:
         return torch.from_numpy(cumulative_rows(query_counts)).to(self.cu_rows.device, non_blocking=True)
 
 
-def varlen_attention(pool: KVPool, windows: Sequence[tuple[str, tuple[int, int]]], varlen: Varlen) -> VarlenAttention:
+def varlen_attention(pool: KVPool, places: Sequence[Place], varlen: Varlen) -> VarlenAttention:
     """As `attention_over`."""
-    row_counts = [end - start for _, (start, end) in windows]
-    spans = [pool.slots.span(request_id) for request_id, _ in windows]
+    row_counts = [end - start for _, (start, end), _ in places]
+    spans = [Span(pool.slots.span(request_id).start, num_keys) for request_id, _, num_keys in places]
     return VarlenAttention(
         pool,
         varlen,
-        slots_T=pool.slots_of([pool.run(request_id, window) for request_id, window in windows]),
+        slots_T=pool.slots_of([pool.run(request_id, window) for request_id, window, _ in places]),
         row_counts=row_counts,
         cu_rows=torch.from_numpy(cumulative_rows(row_counts)).to(pool.device, non_blocking=True),
         cu_keys=torch.from_numpy(cumulative_keys(spans)).to(pool.device, non_blocking=True),

@@ -2,9 +2,10 @@
 
 How a request is decoded:
 1. Its canvas is the prompt, then the output area: `max_tokens` masks rounded up to whole blocks. Blocks are done left
-   to right, those in `committed_ids` are taken over, and the first step of each is a recompute step: all rows of the
-   canvas. After it follow cache steps: the block's rows (dual), or the block's and all after it (prefix); with
-   cache "none" every step is a recompute step.
+   to right, those in `committed_ids` are taken over. With `blocks_ahead` the model sees the canvas only so many blocks
+   beyond the current one, without it all of it. The first step of a block is a recompute step: all rows that are seen.
+   After it follow cache steps: the block's rows (dual), or the block's and all seen after it (prefix); with cache
+   "none" every step is a recompute step.
 2. Eligible are the masked positions of the current block below `max_tokens` and, unless `ignore_eos`, before the first
    EOS in the block. Only their logits are computed, and the sampler chooses among them.
 3. Where a model is shifted (Dream), row p - 1 predicts position p, and row 0 position 0 too. The rows of a cache step
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.denoiser.attention import Attention, attention_over
+from services.denoiser.attention import Attention, Place, attention_over
 from services.denoiser.batching import BatchLimits, Candidate, StepKind, choose_riders
 from services.denoiser.cuda_graphs import forward_of
 from services.denoiser.kv_pool import KVPool
@@ -109,6 +110,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int  # exact number of output tokens wanted
     block_size: int = 32
     cache: CacheMode = "dual"
+    blocks_ahead: int | None = None  # that the model sees beyond the current one; None: all
     choice: ChoiceRule = Threshold(0.9)
     temperature: float = 0.0
     seed: int = 0
@@ -125,6 +127,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def canvas_tokens(self) -> int:
         """Length of prompt and output area, in tokens: what it takes of the K/V pool."""
         return len(self.prompt_ids) + self.num_blocks * self.block_size
+
+    def seen_tokens(self, block_index: int) -> int:
+        """Of those, what the model sees while it does that block."""
+        if self.blocks_ahead is None:
+            return self.canvas_tokens
+        seen = len(self.prompt_ids) + (block_index + 1 + self.blocks_ahead) * self.block_size
+        return min(seen, self.canvas_tokens)
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +167,7 @@ class RequestStep(msgspec.Struct, frozen=True, kw_only=True):
     block_index: int
     step_in_block: int  # from 0
     num_rows: int  # that it had in the pass
-    num_keys: int  # that each row attended to: the length of its canvas
+    num_keys: int  # that each row attended to: the length of its canvas, as far as it is seen
     threshold: float | None  # that was applied: in a block's opening perhaps more than was set; None for other rules
     commits: Commits
     block_done: bool
@@ -366,7 +375,7 @@ class Engine:
                 key=key,
                 row_counts=[end - start for start, end in windows],
                 rotary_T=self.model.rotary(windows),
-                attention=attention_over(self.pool, [(r.job.request_id, r.window) for r in riders], self.model.varlen),
+                attention=attention_over(self.pool, [r.place for r in riders], self.model.varlen),
             )
         return self._layout
 
@@ -453,9 +462,15 @@ class _Running:
         self.masks_at_start = len(self.eligible)
         self.num_committed = 0  # in this block
         self.first_eos: int | None = None  # position of the first EOS in this block
-        self.window = (0, job.canvas_tokens)
+        self.seen_tokens = job.seen_tokens(index)
+        self.window = (0, self.seen_tokens)
         self.kind: StepKind = "recompute"
         self.settles_first = self.shifted and job.cache != "none"  # this step commits the block's first position alone
+
+    @property
+    def place(self) -> Place:
+        """Of its next step."""
+        return Place(self.job.request_id, self.window, self.seen_tokens)
 
     @property
     def asked(self) -> IntArray:
@@ -491,6 +506,7 @@ class _Running:
             (positions - self.prompt_tokens).tolist(), token_E[chosen].tolist(), confidence_E[chosen].tolist()
         )
         block_index, step_in_block, kind, (start, end) = self.block_index, self.step_in_block, self.kind, self.window
+        num_keys = self.seen_tokens
         self.eligible = self.eligible[1:] if self.settles_first else self.eligible[~chosen]
         self.num_committed += len(positions)
         self._look_for_eos(commits)
@@ -505,7 +521,7 @@ class _Running:
             block_index=block_index,
             step_in_block=step_in_block,
             num_rows=end - start,
-            num_keys=self.job.canvas_tokens,
+            num_keys=num_keys,
             threshold=threshold,
             commits=commits,
             block_done=block_done,
@@ -547,7 +563,7 @@ class _Running:
         self.settles_first = False
         if job.cache != "none":
             self.kind = "cache"
-            end = self.block_start + job.block_size if job.cache == "dual" else job.canvas_tokens
+            end = self.block_start + job.block_size if job.cache == "dual" else self.seen_tokens
             self.window = (self.block_start, end)
 
     def _end_block(self) -> None:
@@ -642,6 +658,8 @@ def _mistake(job: Job, *, vocab_size: int, mask_id: int, eos_ids: frozenset[int]
         return f"temperature = {job.temperature} is not a finite number from 0 up"
     if job.cache not in ("none", "prefix", "dual"):
         return f"cache = {job.cache!r} is not one of none, prefix, dual"
+    if job.blocks_ahead is not None and job.blocks_ahead < 0:
+        return f"blocks_ahead = {job.blocks_ahead} must not be negative"
     return (
         _rule_mistake(job)
         or _ids_mistake("prompt_ids", job.prompt_ids, vocab_size, mask_id)

@@ -189,6 +189,7 @@ def _job(order: Admit) -> Job:
         max_tokens=request.max_tokens,
         block_size=request.block_size,
         cache=request.cache,
+        blocks_ahead=request.blocks_ahead,
         choice=Threshold(order.threshold, order.opening),
         temperature=request.temperature,
         seed=request.seed,

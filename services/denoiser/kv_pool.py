@@ -114,7 +114,7 @@ class KVPool:
         device: torch.device,
     ) -> None:
         self.slots, self.device = SlotAllocator(capacity), device
-        self._views: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._views: dict[str, tuple[int, list[tuple[Tensor, Tensor]]]] = {}  # of each: how long, in each layer
         self.generation = 0  # counts compactions: who remembers slots across passes compares it
         self.spare_slot = capacity  # +1 slot, nobody's: padded rows write their keys and values there
         # Zeros, not empty: slots are read only after they were written, but NaN in a gap would hide a mistake.
@@ -162,16 +162,18 @@ class KVPool:
         """Views of all keys and values of a layer, both [S, K, D]."""
         return self._halves[layer]
 
-    def keys_values(self, request_id: str) -> list[tuple[Tensor, Tensor]]:
-        """Views of a request's keys and values in each layer, both [1, K, L, D]; good for one generation.
+    def keys_values(self, request_id: str, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Views of a request's first L = `length` keys and values in each layer, both [1, K, L, D]; for one generation.
 
-        Made once and kept: cutting them anew would cost as much as a small kernel.
+        Kept until another length is wanted: cutting them anew would cost as much as a small kernel.
         """
-        if request_id not in self._views:
-            span = self.slots.span(request_id)
-            keys, values = (x.narrow(3, span.start, span.length) for x in (self._keys_N1KSD, self._values_N1KSD))
-            self._views[request_id] = list(zip(keys.unbind(), values.unbind(), strict=True))
-        return self._views[request_id]
+        kept_length, views = self._views.get(request_id, (0, []))
+        if kept_length != length:
+            start = self.slots.span(request_id).start
+            keys, values = (x.narrow(3, start, length) for x in (self._keys_N1KSD, self._values_N1KSD))
+            views = list(zip(keys.unbind(), values.unbind(), strict=True))
+            self._views[request_id] = (length, views)
+        return views
 
 
 def kv_bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -190,6 +190,7 @@ class Run:
             canvas_tokens=self.request.canvas_tokens,
             block_size=self.request.block_size,
             cache=self.request.cache,
+            blocks_ahead=self.request.blocks_ahead,
             blocks_done=self.blocks_done,
         )
 

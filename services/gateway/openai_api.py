@@ -479,6 +479,7 @@ class Api:
                     max_tokens=self._output_tokens(kind, len(prompt), max_tokens, max_tokens_name),
                     block_size=profile.decoding.block_size,
                     cache=profile.decoding.cache,
+                    blocks_ahead=profile.decoding.blocks_ahead,
                     created_at=arrival.now,
                     expires_at=arrival.now + profile.limits.time_limit_s,
                     temperature=self._temperature(body),

@@ -50,6 +50,7 @@ def problem_of(
         ),
         block_size=decoding.block_size,
         cache=decoding.cache,
+        blocks_ahead=decoding.blocks_ahead,
         planning=planning,
     )
 

@@ -3,7 +3,8 @@
 1. Classes without requests need nothing. A class whose canvas no bin of a usable degree holds is too long.
 2. A block takes at least one step, so a step commits at most the mean number of tokens of a class's blocks.
 3. With caching the first step of each block recomputes (prompt and output pass), the others pass a block (dual cache),
-   or on average half of the output area and half a block (prefix cache).
+   or on average half of the output area and half a block (prefix cache). With `blocks_ahead` it is what the model sees
+   of prompt and output, on average over the blocks.
 4. A step in a batch of b tokens lasts as long as a pass of b tokens made of such steps, and costs its share of it.
 5. A promise is impossible if the class misses it alone, at the lowest threshold, at its fastest degree and batch.
 """
@@ -121,19 +122,27 @@ def _options(problem: Problem, one: RequestClass, blocks: int) -> list[Option]:
     usable = [degree for degree in problem.degrees if degree.tp_degree in problem.usable_degrees]
     recompute_bins = problem.batch_tokens or DEFAULT_BATCH_TOKENS
     cache_bins = problem.cache_batch_tokens or recompute_bins
-    options = [
-        _option("recompute", degree, one, bin_, one.canvas_tokens) for degree in usable for bin_ in recompute_bins
-    ]
+    seen, seen_from_block = _seen_tokens(problem, one, blocks)
+    options = [_option("recompute", degree, seen, bin_, seen) for degree in usable for bin_ in recompute_bins]
     if problem.cache != "none":
-        rows = problem.block_size if problem.cache == "dual" else problem.block_size * (blocks + 1) / 2
-        options += [_option("cache", degree, one, bin_, rows) for degree in usable for bin_ in cache_bins]
+        rows = problem.block_size if problem.cache == "dual" else seen_from_block
+        options += [_option("cache", degree, seen, bin_, rows) for degree in usable for bin_ in cache_bins]
     return [option for option in options if option is not None]
 
 
-def _option(kind: StepKind, degree: DegreeProfile, one: RequestClass, batch_tokens: int, rows: float) -> Option | None:
+def _seen_tokens(problem: Problem, one: RequestClass, blocks: int) -> tuple[float, float]:
+    """Of a canvas, and of it from the current block on: both on average over its blocks."""
+    block_size, ahead = problem.block_size, blocks if problem.blocks_ahead is None else problem.blocks_ahead
+    seen_blocks = [min(index + 1 + ahead, blocks) for index in range(blocks)]
+    from_block = block_size * sum(seen - index for index, seen in enumerate(seen_blocks)) / blocks
+    output = sum(min(seen * block_size, one.output_tokens) for seen in seen_blocks) / blocks
+    return one.prompt_tokens + output, from_block
+
+
+def _option(kind: StepKind, degree: DegreeProfile, seen_tokens: float, batch_tokens: int, rows: float) -> Option | None:
     """A step of `rows` tokens in such a batch (rule 4). None: it does not fit in."""
     if rows > batch_tokens:
         return None
     steps = batch_tokens / rows
-    seconds = degree.cost.ms(step_load(kind, rows, one.canvas_tokens, steps)) / 1000
+    seconds = degree.cost.ms(step_load(kind, rows, seen_tokens, steps)) / 1000
     return Option(kind, degree.tp_degree, batch_tokens, seconds, seconds / steps)

@@ -104,6 +104,7 @@ class Problem(_Part, frozen=True, kw_only=True, dict=True):
     today: tuple[Instance, ...] = ()
     block_size: Positive = 32
     cache: CacheMode = "dual"
+    blocks_ahead: Count | None = None  # that the model sees beyond the current one; none: all
     batch_tokens: tuple[Positive, ...] = ()  # bins of recompute passes, ascending; (): powers of two, 32 to 8192
     cache_batch_tokens: tuple[Positive, ...] = ()  # bins of cache passes; (): those of recompute passes
     planning: Planning = Planning()

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contracts.messages import GenerateRequest, LoadState
 from services.costs import LatencyProfile, step_load
 from services.profile import Decoding
-from services.scheduler.instances import Instance
+from services.scheduler.instances import Instance, resident_of
 
 _FEWEST = 0.75  # of the mean steps of a block: hardly any request needs fewer
 
@@ -30,9 +30,9 @@ def least_s(
 
 
 def _alone_ms(request: GenerateRequest, decoding: Decoding, latency: LatencyProfile, degree: int) -> float:
-    canvas = request.canvas_tokens
-    recompute_ms = latency.step_ms(degree, step_load("recompute", canvas, canvas))
-    cache_ms = latency.step_ms(degree, step_load("cache", request.block_size, canvas))
+    seen = resident_of(request, 0, request.num_blocks).seen_tokens
+    recompute_ms = latency.step_ms(degree, step_load("recompute", seen, seen))
+    cache_ms = latency.step_ms(degree, step_load("cache", request.block_size, seen))
     further = max(1.0, _FEWEST * steps_at(request.threshold or request.floor, decoding)) - 1
     block_ms = recompute_ms + further * (recompute_ms if request.cache == "none" else cache_ms)
     return block_ms * (request.num_blocks if request.ignore_eos else 1)

@@ -27,6 +27,7 @@ def resident_of(request: GenerateRequest | Held, blocks_done: int, num_blocks: i
         block_size=request.block_size,
         cache=request.cache,
         output_tokens_left=max(1, num_blocks - blocks_done) * request.block_size,
+        blocks_ahead=request.blocks_ahead,
     )
 
 

@@ -9,7 +9,7 @@ the trees say:
    each step commits one;
 3. the upper bound: the mean times a factor, the quantile of true / predicted over requests that the trees had not
    seen, by predicted steps and by whether the end is in sight (split conformal).
-4. A predictor for another model, block size, opening, threshold or other weights than the profile's is refused: a
+4. A predictor for another model, block size, manner, threshold or other weights than the profile's is refused: a
    wrong forecast looks like a right one, while the profile's mean steps, by which the controller goes without one,
    claim nothing.
 """
@@ -25,7 +25,7 @@ import onnxruntime
 
 from contracts import messages as m
 from services.digest import weights_digest
-from services.opening import NO_OPENING, Opening
+from services.opening import Manner
 from services.profile import Profile
 from services.settings import ConfigError
 from services.step_predictor.config import CARD_FILE, MODEL_FILE
@@ -87,7 +87,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str  # that was recorded
     weights: str  # hash of its files
     block_size: int
-    opening: Opening = NO_OPENING  # of the recorded blocks
+    manner: Manner = Manner()  # of the recorded blocks
     thresholds: list[float]  # that were recorded
     trained_on: dict[str, Any]  # prompts and rows
     first: list[FirstForecast]
@@ -184,9 +184,9 @@ def _check_fit(path: Path, card: Card, profile: Profile) -> None:
             f"{path} was trained for {card.model} with blocks of {card.block_size}, the profile"
             f" serves {profile.model} with blocks of {decoding.block_size}"
         )
-    if card.opening != decoding.opening:
+    if card.manner != decoding.manner:
         raise ConfigError(
-            f"{path} was trained with {card.opening.words}, the profile serves with {decoding.opening.words}: record"
+            f"{path} was trained with {card.manner.words}, the profile serves with {decoding.manner.words}: record"
             " and train anew, as docs/step_predictor.md says, and measure decoding.steps_by_threshold anew"
         )
     if unknown := [threshold for threshold in decoding.thresholds if threshold not in card.thresholds]:

@@ -120,6 +120,7 @@ class _Open:
     expires_at: float
     canvas_tokens: int
     block_size: int
+    blocks_ahead: int | None
     shape: Shape
     cap: int  # index into the threshold set
     chosen: Steady
@@ -142,8 +143,9 @@ class _Open:
 
     @property
     def resident(self) -> Resident:
-        blocks_left = max(1, self.shape.num_blocks - self.standing.blocks_done) if self.shape.cache == "prefix" else 1
-        return Resident(self.canvas_tokens, self.block_size, self.shape.cache, blocks_left * self.block_size)
+        alike = self.shape.cache != "prefix" and self.blocks_ahead is None  # in all blocks
+        tokens_left = self.block_size * (1 if alike else max(1, self.shape.num_blocks - self.standing.blocks_done))
+        return Resident(self.canvas_tokens, self.block_size, self.shape.cache, tokens_left, self.blocks_ahead)
 
     def change(self) -> None:
         """What it still needs is another thing now."""
@@ -294,6 +296,7 @@ class ThresholdController:
             expires_at=event.expires_at,
             canvas_tokens=request.canvas_tokens,
             block_size=request.block_size,
+            blocks_ahead=request.blocks_ahead,
             shape=Shape(request.num_blocks, request.cache, request.ignore_eos),
             cap=max(floor, self._first_cap(request.priority)),
             chosen=Steady(self._top),

@@ -126,7 +126,7 @@ class Riders(NamedTuple):
 def window_tokens(resident: Resident) -> float:
     """Rows of its cache steps, on average over its remaining blocks."""
     if resident.cache == "prefix":
-        return (resident.output_tokens_left + resident.block_size) / 2
+        return min((resident.output_tokens_left + resident.block_size) / 2, resident.output_tokens_seen)
     return float(resident.block_size)
 
 
@@ -252,12 +252,12 @@ def _paper_share(latency: LatencyProfile, instance: Supply, resident: Resident) 
     ms += cache_steps * latency.step_ms(degree, step_load("cache", block, _PAPER_TOKENS, count))
     tokens = count * (_PAPER_TOKENS + cache_steps * block)
     per_token = max(ms / tokens * instance.latency_ratio / 1000, _LEAST_S)
-    return StepPrices(per_token * resident.canvas_tokens, per_token * window_tokens(resident))
+    return StepPrices(per_token * resident.seen_tokens, per_token * window_tokens(resident))
 
 
 def _recompute(resident: Resident) -> PassLoad:
-    return step_load("recompute", resident.canvas_tokens, resident.canvas_tokens)
+    return step_load("recompute", resident.seen_tokens, resident.seen_tokens)
 
 
 def _cache(resident: Resident) -> PassLoad:
-    return step_load("cache", window_tokens(resident), resident.canvas_tokens)
+    return step_load("cache", window_tokens(resident), resident.seen_tokens)

@@ -108,6 +108,17 @@ def test_a_resident_weighs_by_its_cache_mode() -> None:
     assert weight("prefix") == PassLoad(75.0 + 96.0, 0.25, 0.75, 300.0, 171.0 * 300)
 
 
+@pytest.mark.parametrize(("left", "blocks_ahead", "seen"), [(128, 1, 64), (128, 0, 32), (32, 1, 32), (128, 9, 128)])
+def test_a_resident_weighs_by_what_the_model_sees_of_its_canvas(left: int, blocks_ahead: int, seen: int) -> None:
+    canvas_seen = 300 - left + seen
+    for cache, window in (("none", canvas_seen), ("dual", 32), ("prefix", seen)):
+        resident = Resident(300, 32, cache, left, blocks_ahead)  # type: ignore[arg-type]
+        recompute = 1.0 if cache == "none" else 0.25
+        rows = recompute * canvas_seen + (1 - recompute) * window
+        expected = PassLoad(rows, recompute, 1 - recompute, canvas_seen, rows * canvas_seen)
+        assert mean_pass([resident], steps_per_block=4.0) == pytest.approx(expected)
+
+
 def test_what_residents_put_into_a_pass_adds_up() -> None:
     one = Resident(canvas_tokens=300, block_size=32, cache="dual", output_tokens_left=128)
     other = Resident(canvas_tokens=100, block_size=32, cache="none", output_tokens_left=64)

@@ -14,6 +14,7 @@ REQUEST = m.GenerateRequest(
     max_tokens=77,
     block_size=32,
     cache="dual",
+    blocks_ahead=2,
     created_at=1750000000.25,
     expires_at=1750000120.25,
     temperature=0.8,
@@ -52,7 +53,15 @@ RECORD = m.ProgressRecord(
     fingerprint="body",
     retry_after_s=1.5,
 )
-HELD = m.Held(request_id=REQUEST.request_id, attempt=2, canvas_tokens=100, block_size=32, cache="prefix", blocks_done=1)
+HELD = m.Held(
+    request_id=REQUEST.request_id,
+    attempt=2,
+    canvas_tokens=100,
+    block_size=32,
+    cache="prefix",
+    blocks_ahead=1,
+    blocks_done=1,
+)
 THRESHOLD = m.ThresholdEntry(request_id=REQUEST.request_id, attempt=2, threshold=0.6)
 REQUEST_REPORT = m.RequestReport(
     request_id=REQUEST.request_id,

@@ -146,7 +146,7 @@ def write_profile(into: Path, slower: float) -> Profile:
     shutil.copy(PROFILE / "profile.toml", into)
     shutil.copy(PREDICTOR / MODEL_FILE, into)
     profile = load_profile(into)
-    card = replace(read_card(PREDICTOR / CARD_FILE), model=profile.model, opening=profile.decoding.opening)
+    card = replace(read_card(PREDICTOR / CARD_FILE), model=profile.model, manner=profile.decoding.manner)
     (into / CARD_FILE).write_bytes(msgspec.json.encode(card))
     latency = read_latency_file(PROFILE / "latency.json")
     degrees = [replace(one, cost=_stretched(one.cost, slower), errors=(), passes=()) for one in latency.degrees]
@@ -259,6 +259,7 @@ class _Gateway:
             max_tokens=self._behaviour.max_tokens(prompt),
             block_size=decoding.block_size,
             cache=decoding.cache,
+            blocks_ahead=decoding.blocks_ahead,
             created_at=now,
             expires_at=now + self._profile.limits.time_limit_s,
             deadline_at=None if slo_s is None else now + slo_s,

@@ -164,6 +164,7 @@ def _request(profile: Profile, number: int, created_at: float, slo_s: float | No
         max_tokens=decoding.max_tokens,
         block_size=decoding.block_size,
         cache=decoding.cache,
+        blocks_ahead=decoding.blocks_ahead,
         created_at=created_at,
         expires_at=created_at + 100,
         deadline_at=None if slo_s is None else created_at + slo_s,

@@ -123,6 +123,7 @@ def _requests(profile: Profile, phases: Sequence[Phase]) -> Iterator[m.GenerateR
             max_tokens=one.output_tokens,
             block_size=profile.decoding.block_size,
             cache=profile.decoding.cache,
+            blocks_ahead=profile.decoding.blocks_ahead,
             created_at=arrival.at,
             expires_at=arrival.at + profile.limits.time_limit_s,
             ignore_eos=True,

@@ -53,16 +53,22 @@ class _Running:
         return "cache" if self.course.steps_in_block and self.job.cache != "none" else "recompute"
 
     @property
+    def num_keys(self) -> int:
+        return self.job.seen_tokens(self.course.block_index)
+
+    @property
     def num_rows(self) -> int:
         if self.kind == "recompute":
-            return self.job.canvas_tokens
-        blocks = 1 if self.job.cache == "dual" else self.job.num_blocks - self.course.block_index
-        return blocks * self.job.block_size
+            return self.num_keys
+        if self.job.cache == "dual":
+            return self.job.block_size
+        return self.num_keys - len(self.job.prompt_ids) - self.course.block_index * self.job.block_size
 
     def step(self, threshold: float) -> RequestStep:
         """Rule 2, and what the engine would say of it."""
         course, job = self.course, self.job
-        kind, num_rows, block_index, step_in_block = self.kind, self.num_rows, course.block_index, course.steps_in_block
+        kind, num_rows, num_keys = self.kind, self.num_rows, self.num_keys
+        block_index, step_in_block = course.block_index, course.steps_in_block
         block_done = course.step(threshold)
         end = min((block_index + 1) * job.block_size, job.max_tokens)
         before = block_index * job.block_size + self.in_block
@@ -75,7 +81,7 @@ class _Running:
             block_index=block_index,
             step_in_block=step_in_block,
             num_rows=num_rows,
-            num_keys=job.canvas_tokens,
+            num_keys=num_keys,
             threshold=threshold,
             commits=Commits(list(range(before, after)), [TOKEN_ID] * count, [threshold] * count),
             block_done=block_done,
@@ -125,7 +131,7 @@ class SleepingEngine:
         chosen = self._choose()
         load = PassLoad()
         for running in chosen:
-            load = load.plus(step_load(running.kind, running.num_rows, running.job.canvas_tokens))
+            load = load.plus(step_load(running.kind, running.num_rows, running.num_keys))
         self._riders = [(running, running.threshold) for running in chosen]
         self._seconds = self._cost.ms(load) / 1e3
         return self._seconds

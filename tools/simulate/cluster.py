@@ -210,6 +210,7 @@ class Cluster:
             max_tokens=self._behaviour.max_tokens(arrival.prompt),
             block_size=profile.decoding.block_size,
             cache=profile.decoding.cache,
+            blocks_ahead=profile.decoding.blocks_ahead,
             created_at=now,
             expires_at=now + profile.limits.time_limit_s,
             ignore_eos=self._behaviour.ignore_eos,

@@ -21,6 +21,7 @@ from contracts import messages as m
 from contracts.messages import GenerateRequest, ProgressRecord
 from services.costs import PassCost, PassLoad
 from services.denoiser.batching import BatchLimits, Candidate, choose_riders
+from services.scheduler.instances import resident_of
 from tools.simulate.clock import Clock
 from tools.simulate.denoising import Course
 
@@ -74,6 +75,7 @@ class _Held:
     arrival_no: int
     threshold: float
     canvas_tokens: int
+    seen_tokens: int  # of those, in its current block
     rows: int  # of its next step
     recomputes: bool  # the next step does
     seq: int  # of the record that the next write continues from
@@ -156,13 +158,15 @@ class Instance:
             arrival_no=self._arrivals,
             threshold=threshold,
             canvas_tokens=request.canvas_tokens,
-            rows=request.canvas_tokens,
+            seen_tokens=0,
+            rows=0,
             recomputes=True,
             seq=assign.from_seq,
             moves=0 if resume is None else resume.moves + (resume.holder not in ("", self.id)),
             started_at=self._clock.now if resume is None or resume.started_at is None else resume.started_at,
             blocks=[] if resume is None else list(resume.blocks),
         )
+        self._begin_block(held)
         self._held[held.id] = held
         self._running.append(held)
         self._tokens += held.canvas_tokens
@@ -267,8 +271,8 @@ class Instance:
             held.rides, held.applied = True, held.threshold
             tokens += held.rows
             recompute_steps += held.recomputes
-            keys += held.canvas_tokens
-            pairs += held.rows * held.canvas_tokens
+            keys += held.seen_tokens
+            pairs += held.rows * held.seen_tokens
         self.recompute_steps += recompute_steps
         self.cache_steps += len(riders) - recompute_steps
         return PassLoad(tokens, recompute_steps, len(riders) - recompute_steps, keys, pairs)
@@ -315,7 +319,13 @@ class Instance:
         if request.cache == "dual":
             held.rows = request.block_size
         else:
-            held.rows = (request.num_blocks - held.course.block_index) * request.block_size
+            held.rows = held.seen_tokens - len(request.prompt_ids) - held.course.block_index * request.block_size
+
+    def _begin_block(self, held: _Held) -> None:
+        request = held.request
+        resident = resident_of(request, held.course.block_index, request.num_blocks)
+        held.recomputes, held.seen_tokens = True, resident.seen_tokens
+        held.rows = held.seen_tokens
 
     def _end_block(self, held: _Held) -> None:
         held.blocks.append(
@@ -330,7 +340,7 @@ class Instance:
         )
         held.recompute_steps = held.cache_steps = 0
         held.threshold_sum, held.block_started = 0.0, -1.0
-        held.recomputes, held.rows = True, held.canvas_tokens
+        self._begin_block(held)
         if held.course.finish:
             self._end(held, "finished")
         elif held.letting_go:
@@ -476,5 +486,6 @@ def _listed(held: _Held) -> m.Held:
         canvas_tokens=held.canvas_tokens,
         block_size=request.block_size,
         cache=request.cache,
+        blocks_ahead=request.blocks_ahead,
         blocks_done=held.course.block_index,
     )

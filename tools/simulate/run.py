@@ -175,10 +175,10 @@ def read_behaviour(job: Job, profile: Profile) -> Behaviour:
             f"{workload} was recorded with blocks of {recorded.recording.block_size}, "
             f"the profile has {decoding.block_size}"
         )
-    if recorded.recording.opening != decoding.opening:
+    if recorded.recording.manner != decoding.manner:
         raise ConfigError(
-            f"{workload} was recorded with {recorded.recording.opening.words}, the profile serves with"
-            f" {decoding.opening.words}: name a recording that was made with --profile {job.profile}"
+            f"{workload} was recorded with {recorded.recording.manner.words}, the profile serves with"
+            f" {decoding.manner.words}: name a recording that was made with --profile {job.profile}"
         )
     return recorded
 

@@ -150,7 +150,8 @@ def work_of(setting: Setting, behaviour: Behaviour, steps: float, blocks: float)
     decoding, engine = setting.profile.decoding, setting.profile.engine
     prompt_tokens, output_tokens = mean_lengths(behaviour, decoding.block_size)
     canvas = int(prompt_tokens) + int(output_tokens)
-    resident = Resident(canvas, decoding.block_size, decoding.cache, int(output_tokens))
+    left = int(output_tokens) - int((blocks - 1) / 2) * decoding.block_size  # halfway
+    resident = Resident(canvas, decoding.block_size, decoding.cache, left, decoding.blocks_ahead)
     fleet = Fleet(Supply(degree, engine.max_requests, setting.kv_tokens, 1.0) for degree in setting.tp_degrees)
     ends = decoding.mean_steps[0], decoding.mean_steps[-1]
     prices = shared_prices(setting.latency, fleet, resident, ends, "tedi")

@@ -3,9 +3,11 @@
 1. The batch of a step is a pure function of (seed, rank, step): a run that resumes sees what it would have seen.
 2. Two kinds of text: a chat whose answer is to be filled in, and dense equations (arithmetic is learned there; their
    share falls as training goes on, that of numbered prompts rises).
-3. A canvas is a multiple of CANVAS_BLOCK tokens, filled with end-of-text after the answer, as serving has it.
+3. A canvas is a multiple of CANVAS_BLOCK tokens, filled with end-of-text after the answer, as serving has it. Some end
+   before the answer does: what a model sees that serves with `blocks_ahead`.
 4. An answer is masked either uniformly (LLaDA's objective), or left to right by block, or from one "=" on: decoding
-   by blocks visits the latter two kinds of state and rarely the first.
+   by blocks visits the latter two kinds of state and rarely the first. On a canvas that ends early it is always by
+   block, at one of the last `CUT_BLOCKS`.
 5. A pool of texts serves POOL_STEPS steps: sorted by length, cut into batches of equal size, dealt out in random
    order. So a batch holds texts of like length and pads little.
 """
@@ -25,6 +27,7 @@ from tools.tiny_model.tokenizer import BOS, EOS, EOT, MASK, ROLES, token_id_of
 
 CANVAS_BLOCK = 32
 MAX_CANVAS = 256
+CUT_BLOCKS = 2
 LENGTH_STEP = 16  # batches are padded to a multiple of this, so that only a few shapes occur
 MASKED_STEP = 128
 POOL_STEPS = 16
@@ -69,6 +72,7 @@ class Text:
     canvas: list[int]
     num_content: int
     is_equations: bool = False
+    is_cut: bool = False  # the answer goes on
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.canvas)
@@ -123,9 +127,9 @@ class BatchMaker:
         if rng.random() < mixture.equations:
             return self._equations(rng)
         problem = sample(rng, "train", replace(TAUGHT, share=mixture.numbered), mixture.drill)
-        return self._chat(rng, problem, mixture.long_canvas)
+        return self._chat(rng, problem, mixture)
 
-    def _chat(self, rng: Random, problem: Problem, long_canvas: float) -> Text:
+    def _chat(self, rng: Random, problem: Problem, mixture: Mixture) -> Text:
         prompt = [self._bos]
         if rng.random() < 0.04:
             prompt += self._message("system", rng.choice(SYSTEM_PROMPTS))
@@ -134,7 +138,10 @@ class BatchMaker:
             prompt += self._message("user", earlier.prompt) + self._message("assistant", earlier.answer)
         prompt += [*self._message("user", problem.prompt), self._roles["assistant"]]
         answer = [*self._ids(problem.answer), self._eos]
-        return Text(prompt, self._canvas(rng, answer, long_canvas), len(answer))
+        if len(answer) > CANVAS_BLOCK and rng.random() < mixture.cut_canvas:
+            length = rng.randrange(CANVAS_BLOCK, len(answer), CANVAS_BLOCK)
+            return Text(prompt, answer[:length], length, is_cut=True)
+        return Text(prompt, self._canvas(rng, answer, mixture.long_canvas), len(answer))
 
     def _canvas(self, rng: Random, answer: list[int], long_canvas: float) -> list[int]:
         """The answer on a canvas that just holds it, or (a share of `long_canvas`) on a longer one."""
@@ -198,12 +205,15 @@ class BatchMaker:
         canvas = np.array(text.canvas)
         if text.is_equations:
             return self._equation_weights(canvas, level, rng, noise)
+        if text.is_cut:
+            first = max(0, len(canvas) - CUT_BLOCKS * CANVAS_BLOCK)
+            return _block_by_block(first, len(canvas), len(canvas), level, rng, noise)
         kind = rng.random()
         equals = np.flatnonzero(canvas == self._equals)
         if kind < UNIFORM_SHARE:
             weights = _uniform(len(canvas), level, noise)
         elif kind < UNIFORM_SHARE + BY_BLOCK_SHARE or not len(equals):
-            weights = _block_by_block(len(canvas), text.num_content, level, rng, noise)
+            weights = _block_by_block(0, text.num_content, len(canvas), level, rng, noise)
         else:
             weights = self._from_equals(canvas, int(rng.choice(equals)) + 1)
         weights[text.num_content :] *= TAIL_WEIGHT
@@ -250,10 +260,15 @@ def _uniform(length: int, level: float, noise: np.random.Generator) -> Floats:
     return hidden.astype(np.float32) / np.float32(max(level, 0.1))
 
 
-def _block_by_block(length: int, num_content: int, level: float, rng: Random, noise: np.random.Generator) -> Floats:
-    """Everything before a cut visible, the block at the cut partly hidden, everything after it hidden."""
+def _block_by_block(
+    first: int, last: int, length: int, level: float, rng: Random, noise: np.random.Generator
+) -> Floats:
+    """Everything before a cut visible, the block at the cut partly hidden, everything after it hidden.
+
+    The cut is at one of the positions [first, last).
+    """
     block = rng.choice((8, 16, 32, 32, 32))
-    cut = rng.randrange(num_content)
+    cut = rng.randrange(first, last)
     if rng.random() < 0.8:
         cut = cut // block * block
     weights = np.full(length, LATER_WEIGHT, np.float32)

@@ -1,7 +1,8 @@
 """The settings of the built-in model and of its training: the recipe, in numbers."""
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Mixture:
     """What training texts are made of at `progress`, the part of the first cycle that is done: shares from 0 to 1.
 
     `equations` of all texts; `numbered` of the other texts' problems; `long_canvas` of the answers get a canvas that
-    is longer than needed; `drill` of the problems are of the kinds that are learned last.
+    is longer than needed; `drill` of the problems are of the kinds that are learned last; `cut_canvas` of the answers
+    that are longer than a block get a canvas that ends before they do.
     """
 
     progress: float
@@ -38,6 +40,7 @@ class Mixture:
     numbered: float
     long_canvas: float
     drill: float = 0.0
+    cut_canvas: float = 0.0
 
 
 # Shares run linearly from one entry to the next. Arithmetic first; then single problems until copying and layout are
@@ -50,6 +53,8 @@ MIXTURES = (
 )
 # The later cycles: bare sums and lists, whose numbers are copied from anywhere, are still wrong after the first.
 LAST_MIXTURE = Mixture(1.0, equations=0.1, numbered=0.25, long_canvas=0.15, drill=0.6)
+# The last cycle of all: serving with `blocks_ahead` shows canvases that end before the answer does.
+CUT_MIXTURE = replace(LAST_MIXTURE, cut_canvas=0.5)
 
 
 def mixture_at(progress: float, mixtures: tuple[Mixture, ...] = MIXTURES) -> Mixture:
@@ -82,6 +87,7 @@ class LaterCycle:
     steps: int
     rate_share: float
     restarts: bool = False
+    mixture: Mixture = LAST_MIXTURE
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ class TrainConfig:
         LaterCycle(2_600, 0.5),
         LaterCycle(1_400, 0.3, restarts=True),
         LaterCycle(900, 0.2, restarts=True),
+        LaterCycle(1_400, 0.3, restarts=True, mixture=CUT_MIXTURE),
     )
     warmup_steps: int = 100
     decay_start: float = 0.35
@@ -123,16 +130,13 @@ class TrainConfig:
 
     def restarts_at(self, step: int) -> bool:
         """Whether a cycle with a new optimizer begins at this step."""
-        start = self.first_cycle_steps
-        for cycle in self.later_cycles:
-            if start == step:
-                return cycle.restarts
-            start += cycle.steps
-        return False
+        return any(start == step and cycle.restarts for start, cycle in self._cycle_starts)
 
     def mixture_at(self, step: int) -> Mixture:
         """What the texts of a step are made of."""
-        return mixture_at(step / self.first_cycle_steps) if step < self.first_cycle_steps else LAST_MIXTURE
+        if step < self.first_cycle_steps:
+            return mixture_at(step / self.first_cycle_steps)
+        return self._later_cycle(step)[1].mixture
 
     def rate_at(self, step: int) -> float:
         """The learning rate of a step."""
@@ -140,11 +144,19 @@ class TrainConfig:
             warm = min(1.0, (step + 1) / self.warmup_steps)
             cold = min(1.0, (1 - step / self.first_cycle_steps) / (1 - self.decay_start))
             return self.learning_rate * warm * cold
-        start = self.first_cycle_steps
-        for cycle in self.later_cycles:
-            done = step - start
-            if done < cycle.steps:
-                warm = min(1.0, (done + 1) / self.warmup_steps) if cycle.restarts else 1.0
-                return self.learning_rate * cycle.rate_share * warm * (cycle.steps - done) / cycle.steps
-            start += cycle.steps
+        start, cycle = self._later_cycle(step)
+        done = step - start
+        warm = min(1.0, (done + 1) / self.warmup_steps) if cycle.restarts else 1.0
+        return self.learning_rate * cycle.rate_share * warm * (cycle.steps - done) / cycle.steps
+
+    @property
+    def _cycle_starts(self) -> list[tuple[int, LaterCycle]]:
+        lengths = (cycle.steps for cycle in self.later_cycles[:-1])
+        return list(zip(accumulate(lengths, initial=self.first_cycle_steps), self.later_cycles, strict=False))
+
+    def _later_cycle(self, step: int) -> tuple[int, LaterCycle]:
+        """The later cycle of a step, and where it starts."""
+        for start, cycle in self._cycle_starts:
+            if start <= step < start + cycle.steps:
+                return start, cycle
         raise ValueError(f"step {step} lies behind the last of {self.num_steps}")

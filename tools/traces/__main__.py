@@ -60,6 +60,7 @@ def _add_record(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--opening-share", type=float, help="of each block, at the highest threshold; 0: none (default: the profile's)"
     )
+    parser.add_argument("--blocks-ahead", type=int, help="that the model sees (default: the profile's)")
     parser.add_argument("--processes", type=int, default=1, help="each with a copy of the model (default: 1)")
     parser.set_defaults(run=_record)
 
@@ -83,6 +84,7 @@ def _record(arguments: argparse.Namespace) -> None:
         temperature=arguments.temperature,
         ignore_eos=arguments.ignore_eos,
         opening_share=arguments.opening_share,
+        blocks_ahead=arguments.blocks_ahead,
         num_processes=arguments.processes,
     )
     try:

@@ -106,7 +106,8 @@ class Recorder:
             max_tokens=recording.max_tokens,
             block_size=recording.block_size,
             cache=plan.cache,
-            choice=Threshold(recording.thresholds[-1], recording.opening),  # until the schedule says
+            blocks_ahead=recording.manner.blocks_ahead,
+            choice=Threshold(recording.thresholds[-1], recording.manner.opening),  # until the schedule says
             temperature=recording.temperature,
             seed=recording.seed + number,
             ignore_eos=recording.ignore_eos,

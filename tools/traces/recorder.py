@@ -53,6 +53,7 @@ class RecordJob:
     temperature: float | None = None
     ignore_eos: bool = False
     opening_share: float | None = None
+    blocks_ahead: int | None = None
     num_processes: int = 1
     prompts_per_shard: int = 16
 
@@ -60,6 +61,8 @@ class RecordJob:
         for name in ("num_prompts", "max_tokens", "num_processes", "prompts_per_shard"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
+        if self.blocks_ahead is not None and self.blocks_ahead < 0:
+            raise ConfigError(f"blocks_ahead {self.blocks_ahead} must not be negative")
         if self.opening_share is not None and not 0.0 <= self.opening_share <= 1.0:
             raise ConfigError(f"opening_share {self.opening_share:g} is not between 0 and 1")
 
@@ -107,6 +110,8 @@ def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Reco
     decoding = profile.decoding
     if job.opening_share is not None:
         decoding = msgspec.structs.replace(decoding, opening_share=job.opening_share)
+    if job.blocks_ahead is not None:
+        decoding = msgspec.structs.replace(decoding, blocks_ahead=job.blocks_ahead)
     thresholds = sorted(set(job.thresholds or decoding.thresholds))
     try:
         for value in thresholds:
@@ -132,7 +137,7 @@ def _recording(job: RecordJob, profile: Profile, asked: Sequence[Asked]) -> Reco
         caches=list(dict.fromkeys(job.caches or (decoding.cache,))),
         thresholds=thresholds,
         changing=list(dict.fromkeys(job.changing)),
-        opening=decoding.opening,
+        manner=decoding.manner,
     )
     if recording.max_tokens > profile.limits.max_output_tokens:
         raise ConfigError(f"max_tokens {recording.max_tokens} exceeds the profile's {profile.limits.max_output_tokens}")

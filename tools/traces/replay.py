@@ -89,7 +89,7 @@ def _states(run: RecordedRun, index: int, recording: Recording) -> dict[int, lis
     for step in range(run.num_steps):
         states = blocks.setdefault(int(run.block_S[step]), [])
         before = states[-1] if states else _nothing(recording.block_size)
-        states.append(_state(run, index, step, before, recording.opening))
+        states.append(_state(run, index, step, before, recording.manner.opening))
     for states in blocks.values():
         for state, later in zip(states[-2::-1], states[:0:-1], strict=True):
             unknown_B = state.token_B == _MASKED
@@ -202,7 +202,7 @@ class Replay:
     def step(self, threshold: float) -> ReplayedStep:
         """The next step of a request that runs at this threshold."""
         assert self.finished is None, "a finished request has no next step"
-        threshold = self._behaviour.recording.opening.applied(
+        threshold = self._behaviour.recording.manner.opening.applied(
             threshold, committed=int((self._canvas_B != _MASKED).sum()), left=self.tokens_left_in_block
         )
         block_index, step_in_block = self._block_index, self._step_in_block

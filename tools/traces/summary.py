@@ -25,7 +25,7 @@ def describe(traces: Traces) -> str:
         f"{recording.num_prompts} prompts of {recording.source}, seed {recording.seed}",
         f"blocks of {recording.block_size}, {recording.max_tokens} output tokens"
         f"{' without end at EOS' if recording.ignore_eos else ''}, temperature {recording.temperature:g}, "
-        f"{recording.opening.words}",
+        f"{recording.manner.words}",
         f"{len(traces.shards)} of {recording.num_shards} shards, {sum(len(t.steps) for t in tallies.values())} runs, "
         f"{num_steps} steps, {traces.num_bytes / 1e6:.2f} MB: {traces.num_bytes / max(1, num_steps):.1f} bytes a step",
         "",

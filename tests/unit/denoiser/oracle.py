@@ -1,4 +1,4 @@
-"""A second implementation of the decoding rules: one request, whole canvas, float64, nothing clever.
+"""A second implementation of the decoding rules: one request, float64, nothing clever.
 
 It shares no code with the engine. `decode` also says how close its closest decision was, so that tests can leave out
 what float32 may decide either way.
@@ -145,15 +145,16 @@ def decode(model: OracleModel, job: Job) -> Decoded:
     result = Decoded()
     for block in range(len(job.committed_ids) // B, blocks):
         s, e = P + block * B, P + (block + 1) * B
+        seen = len(x) if job.blocks_ahead is None else min(len(x), e + job.blocks_ahead * B)
         cache: Cache | None = None
         masks_at_start, step = 0, 0
         while eligible := eligible_positions(x, s, min(e, P + job.max_tokens), mask, set() if job.ignore_eos else eos):
             masks_at_start = masks_at_start or len(eligible)
             kind = "recompute" if step == 0 or job.cache == "none" else "cache"
             if kind == "recompute":
-                start, (logits, cache) = 0, model.forward(x, 0, None)
+                start, (logits, cache) = 0, model.forward(x[:seen], 0, None)
             else:
-                start, end = s, e if job.cache == "dual" else len(x)
+                start, end = s, e if job.cache == "dual" else seen
                 logits, cache = model.forward(x[start:end], start, cache)
             # Shifted, the rows of the later steps of a block do not predict its first position.
             first_alone = model.shifted and step == 0 and job.cache != "none"

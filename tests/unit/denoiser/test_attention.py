@@ -5,6 +5,7 @@ import torch
 
 from services.denoiser.attention import (
     PackedAttention,
+    Place,
     attention_over,
     cumulative_keys,
     cumulative_rows,
@@ -14,7 +15,8 @@ from services.denoiser.kv_pool import KVPool, Span
 from tests.unit.denoiser.reference_varlen import reference_varlen
 
 H, K, D, L = 6, 2, 4, 5  # query heads, key heads, head size, tokens of each canvas
-WINDOWS = [("b", (0, 5)), ("a", (2, 4)), ("c", (3, 5))]  # packed in another order than the slots'
+# Packed in another order than the slots'; "a" is not seen to its end.
+PLACES = [Place("b", (0, 5), L), Place("a", (2, 4), 4), Place("c", (3, 5), L)]
 
 
 @pytest.fixture
@@ -30,26 +32,26 @@ def pool() -> KVPool:
 
 @pytest.mark.parametrize("by_index", [False, True])
 def test_rows_are_written_where_their_request_s_positions_lie(pool: KVPool, by_index: bool) -> None:
-    before = {name: torch.cat(pool.keys_values(name)[1], dim=1) for name in "abc"}
+    before = {name: torch.cat(pool.keys_values(name, L)[1], dim=1) for name in "abc"}
     kept = {name: kv.clone() for name, kv in before.items()}
     rows = 100.0 + torch.arange(9 * 2 * K * D).view(9, 2 * K, D)
-    PackedAttention(pool, WINDOWS, by_index=by_index).write(1, rows)
+    PackedAttention(pool, PLACES, by_index=by_index).write(1, rows)
     first = 0
-    for name, (start, end) in WINDOWS:
+    for name, (start, end), _ in PLACES:
         kept[name][:, :, start:end] = rows[first : first + end - start].transpose(0, 1)
         first += end - start
     for name, expected in kept.items():
-        assert torch.equal(torch.cat(pool.keys_values(name)[1], dim=1), expected)
-        assert not torch.cat(pool.keys_values(name)[0], dim=1).any(), "another layer's"
+        assert torch.equal(torch.cat(pool.keys_values(name, L)[1], dim=1), expected)
+        assert not torch.cat(pool.keys_values(name, L)[0], dim=1).any(), "another layer's"
 
 
-def test_each_row_sees_all_keys_of_its_own_request(pool: KVPool) -> None:
+def test_each_row_sees_the_keys_of_its_own_request_as_far_as_it_is_seen(pool: KVPool) -> None:
     counts = [4, 1, 2]
     query = torch.randn(7, H, D, generator=torch.Generator().manual_seed(1))
-    found = PackedAttention(pool, WINDOWS).attend(1, query, counts)
+    found = PackedAttention(pool, PLACES).attend(1, query, counts)
     rows = []
-    for (name, _), part in zip(WINDOWS, query.split(counts), strict=True):
-        keys, values = (heads[0].double() for heads in pool.keys_values(name)[1])
+    for (name, _, num_keys), part in zip(PLACES, query.split(counts), strict=True):
+        keys, values = (heads[0, :, :num_keys].double() for heads in pool.keys_values(name, L)[1])
         for row in part.double():
             heads = [
                 (keys[h * K // H] @ row[h] / D**0.5).softmax(0) @ values[h * K // H] for h in range(H)
@@ -60,7 +62,7 @@ def test_each_row_sees_all_keys_of_its_own_request(pool: KVPool) -> None:
 
 # --- all requests in one call -----------------------------------------------------------------------------------------
 
-IN_ORDER = [("a", (2, 4)), ("c", (3, 5))]  # the slots of "b" are a gap between them
+IN_ORDER = [Place("a", (2, 4), 4), Place("c", (3, 5), L)]  # the slots of "b" are in the gap between them
 
 
 def test_each_request_is_a_gap_without_rows_and_a_run() -> None:
@@ -76,7 +78,7 @@ def test_requests_out_of_the_order_of_their_slots_are_a_bug() -> None:
 @pytest.mark.parametrize("counts", [[2, 2], [1, 1], [1, 2]], ids=["as packed", "one row each", "some"])
 def test_one_call_for_all_requests_gives_what_a_call_for_each_gives(pool: KVPool, counts: list[int]) -> None:
     for half in pool.all_keys_values(1):
-        half[5:10] = torch.nan  # of "b", whom nobody asks about
+        half[4:10] = torch.nan  # of "a" what is not seen, and "b", whom nobody asks about
         half[15:] = torch.nan
     query = torch.randn(sum(counts), H, D, generator=torch.Generator().manual_seed(1))
     expected = PackedAttention(pool, IN_ORDER).attend(1, query, counts)

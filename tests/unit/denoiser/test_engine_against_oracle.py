@@ -52,6 +52,7 @@ def jobs(draw: Callable[..., Any], temperatures: tuple[float, ...] = (0.0, 0.0, 
         max_tokens=max_tokens,
         block_size=block_size,
         cache=draw(st.sampled_from(["none", "prefix", "dual"])),
+        blocks_ahead=draw(st.sampled_from([None, 0, 1])),
         choice=draw(
             st.one_of(
                 st.sampled_from([0.0, 0.3, 0.5, 0.7, 0.9, 1.0]).map(Threshold),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.denoiser.attention import PackedAttention, attention_over
+from services.denoiser.attention import PackedAttention, Place, attention_over
 from services.denoiser.cuda_graphs import PaddedPasses
 from services.denoiser.engine import Engine, EngineConfig, FixedSchedule, Job, Threshold
 from services.denoiser.kernels import Kernels, KernelsName, choose_kernels
@@ -58,12 +58,12 @@ def test_one_call_for_all_requests(name: KernelsName, H: int, K: int, counts: li
     for half in pool.all_keys_values(0):
         half[L : 2 * L] = torch.nan  # of "b"
         half[3 * L :] = torch.nan
-    windows = [("a", (10, 42)), ("c", (100, 132))]
+    places = [Place("a", (10, 42), 120), Place("c", (100, 132), L)]
     query = numbers(sum(counts), H, D, seed=1)
     varlen = choose_kernels(name, CUDA, HALF).varlen(D, HALF)
-    found = attention_over(pool, windows, varlen).attend(0, query, counts)
+    found = attention_over(pool, places, varlen).attend(0, query, counts)
     assert varlen is not None
-    torch.testing.assert_close(found, PackedAttention(pool, windows).attend(0, query, counts), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found, PackedAttention(pool, places).attend(0, query, counts), rtol=0.02, atol=0.02)
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def everyone_finds_what_was_stored(self) -> None:
         for request_id in self.lengths:
-            for layer, (keys, values) in enumerate(self.pool.keys_values(request_id)):
+            for layer, (keys, values) in enumerate(self.pool.keys_values(request_id, self.lengths[request_id])):
                 stored = self.mark(request_id, layer)
                 assert torch.equal(keys, stored[:, :1].transpose(0, 1).unsqueeze(0))
                 assert torch.equal(values, stored[:, 1:].transpose(0, 1).unsqueeze(0))
@@ -100,11 +100,20 @@ def test_views_follow_a_move() -> None:
     pool.allocate("a", 10)
     pool.allocate("b", 20)
     pool.write(0, torch.arange(10, 30), torch.ones(20, 2, 2))
-    pool.keys_values("b")
+    pool.keys_values("b", 20)
     pool.free("a")
     pool.allocate("c", 15)
     assert pool.generation == 1
-    assert pool.keys_values("b")[0][0].eq(1).all()
+    assert pool.keys_values("b", 20)[0][0].eq(1).all()
+
+
+def test_views_are_as_long_as_asked_for_and_kept_until_then() -> None:
+    pool = make_pool()
+    pool.allocate("a", 10)
+    shorter = pool.keys_values("a", 4)
+    assert {view.shape[2] for layer in shorter for view in layer} == {4}
+    assert pool.keys_values("a", 4) is shorter
+    assert {view.shape[2] for layer in pool.keys_values("a", 10) for view in layer} == {10}
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])

@@ -3,7 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
+from contracts.messages import CacheMode
 from services.reconfigurator import planning
+from services.reconfigurator.demand import workload_of
 from services.reconfigurator.milp import HighsSolver, Model, Solution, Terms
 from services.reconfigurator.plan import Plan
 from services.reconfigurator.planning import alternatives, plan
@@ -203,6 +205,24 @@ def test_the_same_problem_gives_the_same_plan() -> None:
     problem = paper_example(1.2, today=TWO_TP_4)
     first, second = plan(problem), plan(problem)
     assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
+
+
+def test_steps_pass_what_the_model_sees() -> None:
+    """2 blocks of 32 tokens after 36 of prompt, one block ahead: rows are 100 and 100; none ahead: 68 and 100."""
+    one = make_class(prompt_tokens=36, output_tokens=64)
+    latency = make_degree(1, (50, 5.0), (100, 10.0), (256, 25.6))
+
+    def rows(blocks_ahead: int | None, cache: CacheMode = "dual") -> dict[str, float]:
+        problem = replace(
+            paper_example(0.1), degrees=(latency,), classes=(one,), cache=cache, blocks_ahead=blocks_ahead
+        )
+        options = workload_of(problem).demands[0].options
+        return {option.kind: option.batch_tokens * option.instance_s / option.seconds for option in options}
+
+    assert rows(None) == rows(1) == pytest.approx({"recompute": 100.0, "cache": 32.0})
+    assert rows(0) == pytest.approx({"recompute": 84.0, "cache": 32.0})
+    assert rows(None, "prefix")["cache"] == pytest.approx(48.0)
+    assert rows(0, "prefix")["cache"] == pytest.approx(32.0)
 
 
 def test_caching_has_one_recompute_a_block() -> None:

@@ -91,19 +91,20 @@ def test_what_cannot_be_run_is_told(words: list[str], message: str, capsys: pyte
     assert message in capsys.readouterr().err
 
 
-def test_a_recording_made_with_another_opening_is_refused(
+def test_a_recording_made_in_another_manner_is_refused(
     random_profile: Path, recording: Traces, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = tmp_path / "profile"
     shutil.copytree(random_profile, profile)
     (profile / "latency.json").write_bytes(Path("profiles/tiny-cpu/latency.json").read_bytes())
     text = (profile / "profile.toml").read_text()
-    (profile / "profile.toml").write_text(text.replace("opening_share = 0.0", "opening_share = 0.5"))
+    (profile / "profile.toml").write_text(text.replace("opening_share = 0.0", "opening_share = 0.5\nblocks_ahead = 1"))
     with pytest.raises(SystemExit) as stopped:
         main(["--systems", "tedi", "--profile", str(profile), "--workload", str(recording.folder)])
     assert stopped.value.code == 2
     said = capsys.readouterr().err
-    assert "was recorded with no opening, the profile serves with an opening of 0.5 at 0.3" in said
+    assert "was recorded with no opening and the whole canvas in sight, the profile serves with" in said
+    assert "an opening of 0.5 at 0.3 and 1 blocks ahead in sight" in said
     assert f"--profile {profile}" in said
 
 

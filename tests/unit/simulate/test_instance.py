@@ -94,6 +94,21 @@ def test_the_cache_decides_which_rows_a_step_passes(cache: str, seconds: float) 
     assert outside.clock.now == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_a_step_passes_and_reads_what_the_model_sees(cache: str) -> None:
+    loads = []
+    outside = Outside()
+    outside.instance._seconds = lambda load: loads.append(load) or 0.001  # type: ignore[method-assign, func-returns-value]
+    outside.assign(cache=cache, blocks_ahead=1)
+    outside.run()
+    seen = [72 + 64, 72 + 96, 72 + 128, 72 + 128]
+    later = {"none": seen, "prefix": [64, 64, 64, 32], "dual": [32] * 4}[cache]
+    assert [load.keys for load in loads] == [keys for keys in seen for _ in range(10)]
+    assert [load.tokens for load in loads] == [
+        rows for keys, then in zip(seen, later, strict=True) for rows in [keys] + [then] * 9
+    ]
+
+
 def test_an_overhead_is_added_to_each_pass_and_noise_changes_its_time() -> None:
     outside = Outside(step_overhead_s=0.001)
     outside.assign()

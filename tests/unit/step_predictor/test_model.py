@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts import messages as m
-from services.opening import NO_OPENING, Opening
+from services.opening import Manner, Opening
 from services.settings import ConfigError
 from services.step_predictor.config import CARD_FILE, MODEL_FILE
 from services.step_predictor.features import FEATURES, THRESHOLD, feature_rows
@@ -32,9 +32,9 @@ def profile_at(
     model: str = "test-model",
     block_size: int = 16,
     thresholds: tuple[float, ...] = THRESHOLDS,
-    opening: Opening = NO_OPENING,
+    manner: Manner = Manner(),
 ) -> SimpleNamespace:
-    decoding = SimpleNamespace(block_size=block_size, thresholds=thresholds, opening=opening)
+    decoding = SimpleNamespace(block_size=block_size, thresholds=thresholds, manner=manner)
     return SimpleNamespace(folder=str(folder), model=model, decoding=decoding, weights_folder=folder / "model")
 
 
@@ -166,12 +166,14 @@ def test_a_predictor_of_another_model_is_refused(tmp_path: Path, model: str, blo
         StepModel.of(profile_at(tmp_path, model, block_size))  # type: ignore[arg-type]
 
 
-def test_a_predictor_for_another_opening_is_refused(tmp_path: Path) -> None:
-    third = Opening(share=0.3, threshold=0.9)
-    write_predictor(tmp_path, opening=third)
-    with pytest.raises(ConfigError, match=r"with an opening of 0\.3 at 0\.9, the profile serves with no opening"):
+def test_a_predictor_for_another_manner_is_refused(tmp_path: Path) -> None:
+    third = Manner(opening=Opening(share=0.3, threshold=0.9), blocks_ahead=1)
+    write_predictor(tmp_path, manner=third)
+    with pytest.raises(
+        ConfigError, match=r"with an opening of 0\.3 at 0\.9 and 1 blocks ahead in sight, the profile serves with no op"
+    ):
         StepModel.of(profile_at(tmp_path))  # type: ignore[arg-type]
-    StepModel.of(profile_at(tmp_path, opening=third))  # type: ignore[arg-type]
+    StepModel.of(profile_at(tmp_path, manner=third))  # type: ignore[arg-type]
 
 
 def test_a_predictor_for_other_weights_is_refused_by_both_hashes(

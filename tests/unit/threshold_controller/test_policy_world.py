@@ -35,6 +35,7 @@ class Known(NamedTuple):
     pin: float | None
     priority: int
     cache: str
+    blocks_ahead: int | None
     blocks: int
     instance: str | None
     steps: int
@@ -56,6 +57,7 @@ def known(draw: st.DrawFn) -> Known:
         pin=draw(st.none() | st.none() | st.sampled_from([0.3, 0.65, 0.9, 1.0])),
         priority=draw(st.integers(-1, 1)),
         cache=draw(st.sampled_from(["none", "prefix", "dual"])),
+        blocks_ahead=draw(st.sampled_from([None, 0, 1])),
         blocks=blocks,
         instance=draw(st.none() | st.sampled_from(["a", "b"])),
         steps=draw(st.integers(1, 30)),
@@ -73,6 +75,7 @@ def arrival(number: int, one: Known) -> e.RequestSeen:
         f"r{number}",
         max_tokens=32 * one.blocks,
         cache=one.cache,
+        blocks_ahead=one.blocks_ahead,
         threshold=one.pin,
         priority=one.priority,
         deadline_at=None if one.slack is None else 1000.0 + one.slo_s,

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from services.opening import Opening
+from services.opening import Manner, Opening
 from tools.traces.__main__ import main
 from tools.traces.reader import Traces, open_traces
 from tools.traces.summary import describe, describe_replays
@@ -31,13 +31,15 @@ def test_record_then_show(profile: Path, tmp_path: Path, capsys: pytest.CaptureF
             "5",
             "--opening-share",
             "0.25",
+            "--blocks-ahead",
+            "1",
         ]
     )
     shown = capsys.readouterr()
     assert "100%, 1 of 1 shards of 128 runs" in shown.err
     recording = open_traces(out).recording
     assert (recording.seed, recording.thresholds, recording.changing) == (5, [0.2, 0.45], ["lh", "steps"])
-    assert recording.opening == Opening(share=0.25, threshold=0.3)
+    assert recording.manner == Manner(opening=Opening(share=0.25, threshold=0.3), blocks_ahead=1)
     assert (recording.source, recording.caches) == ("built-in tasks, held_out", ["dual", "none"])
 
     main(["show", f"{out}", "--replay", "2", "--profile", f"{profile}"])
@@ -78,6 +80,7 @@ def test_replays_of_what_they_are_made_from_are_exact_and_others_are_measured(tr
     [
         (["record", "--caches", "some,dual", "--prompts", "1"], "caches: some is not of none, prefix, dual"),
         (["record", "--prompts", "-1"], "num_prompts -1 must be at least 1"),
+        (["record", "--prompts", "1", "--blocks-ahead", "-1"], "blocks_ahead -1 must not be negative"),
         (["record", "--prompts", "1", "--opening-share", "1.5"], "opening_share 1.5 is not between 0 and 1"),
         (["show"], "holds no recording: there is no recording.json"),
     ],

@@ -74,7 +74,7 @@ def test_each_step_commits_what_reaches_its_threshold_and_always_the_best(traces
 
 def test_an_opening_raises_the_threshold_of_each_block_s_first_part(dream_traces: Traces) -> None:
     recording, raised = dream_traces.recording, 0
-    assert recording.opening == Opening(share=0.5, threshold=0.3)
+    assert recording.manner.opening == Opening(share=0.5, threshold=0.3)
     for run in dream_traces.runs():
         done = 0
         for step in range(run.num_steps):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.opening import Opening
+from services.opening import Manner, Opening
 from tests.unit.traces.builders import EOS, make_recording, make_run
 from tools.traces.reader import Traces
 from tools.traces.replay import DOUBT_KEPT, Behaviour, Replay, ReplayedStep, replay
@@ -85,12 +85,12 @@ def test_a_threshold_that_changes_applies_from_that_step_on() -> None:
 
 
 def test_an_opening_holds_until_its_share_of_the_block_is_committed() -> None:
-    half = make_recording(opening=Opening(share=0.5, threshold=0.9))
+    half = make_recording(manner=Manner(opening=Opening(share=0.5, threshold=0.9)))
     # At 0.5 alone the first step would commit all four; with two of four committed the opening is over.
     _, steps = run_through(Behaviour([SLOW], half), [0.5])
     assert committed(steps) == [{0: 50, 2: 52}, {1: 51, 3: 63}]
     assert committed(run_through(Behaviour([SLOW], make_recording()), [0.5])[1])[0].keys() > {0, 2}
-    more = make_recording(opening=Opening(share=0.75, threshold=0.9))
+    more = make_recording(manner=Manner(opening=Opening(share=0.75, threshold=0.9)))
     assert committed(run_through(Behaviour([SLOW], more), [0.5])[1]) == steps_of(SLOW, 4)
 
 
