@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.denoiser.attention import PackedAttention
+from services.denoiser.attention import PackedAttention, Place
 from services.denoiser.kv_pool import KVPool
 from services.denoiser.loader import read_spec
 from services.denoiser.models import Batch, Model
@@ -143,7 +143,7 @@ def full_forward(model: Model, ids: torch.Tensor) -> torch.Tensor:
         row_counts=[len(ids)],
         wanted_M=rows,
         wanted_counts=[len(ids)],
-        attention=PackedAttention(pool, [("canvas", (0, len(ids)))]),
+        attention=PackedAttention(pool, [Place("canvas", (0, len(ids)), len(ids))]),
     )
     return model.logits(model.hidden(batch))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.denoiser.attention import PackedAttention
+from services.denoiser.attention import PackedAttention, Place
 from services.denoiser.kv_pool import KVPool
 from services.denoiser.loader import DTYPES, load_model, read_spec
 from services.denoiser.models import Batch, Model
@@ -41,7 +41,7 @@ def logits_of(model: Model) -> torch.Tensor:
                 row_counts=[len(IDS)],
                 wanted_M=rows[3:],
                 wanted_counts=[3],
-                attention=PackedAttention(pool, [("canvas", (0, len(IDS)))]),
+                attention=PackedAttention(pool, [Place("canvas", (0, len(IDS)), len(IDS))]),
             )
         )
     )
