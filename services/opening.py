@@ -46,3 +46,6 @@ class Manner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """For a message."""
         sight = "the whole canvas" if self.blocks_ahead is None else f"{self.blocks_ahead} blocks ahead"
         return f"{self.opening.words} and {sight} in sight"
+
+
+PLAIN = Manner()

@@ -25,7 +25,7 @@ import onnxruntime
 
 from contracts import messages as m
 from services.digest import weights_digest
-from services.opening import Manner
+from services.opening import PLAIN, Manner
 from services.profile import Profile
 from services.settings import ConfigError
 from services.step_predictor.config import CARD_FILE, MODEL_FILE
@@ -87,7 +87,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str  # that was recorded
     weights: str  # hash of its files
     block_size: int
-    manner: Manner = Manner()  # of the recorded blocks
+    manner: Manner = PLAIN  # of the recorded blocks
     thresholds: list[float]  # that were recorded
     trained_on: dict[str, Any]  # prompts and rows
     first: list[FirstForecast]

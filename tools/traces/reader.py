@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from contracts.messages import CacheMode
-from services.opening import Manner
+from services.opening import PLAIN, Manner
 from services.settings import ConfigError
 from tools.traces.prompts import Prompt
 from tools.traces.runs import FORMAT_VERSION, RecordedRun, load_shard
@@ -40,7 +40,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     caches: list[CacheMode]
     thresholds: list[float]  # the set, ascending; each is a schedule of its own
     changing: list[str]  # names of the schedules that change it
-    manner: Manner = Manner()  # of the blocks of all runs
+    manner: Manner = PLAIN  # of the blocks of all runs
 
     @property
     def schedules(self) -> list[str]:

@@ -176,7 +176,7 @@ def _check_same(folder: Path, found: Recording, wanted: Recording) -> None:
 def _told(recording: Recording, names: Sequence[str]) -> str:
     """These fields of it, for a message."""
     return ", ".join(
-        recording.opening.words if name == "opening" else f"{name} {getattr(recording, name)}" for name in names
+        recording.manner.words if name == "manner" else f"{name} {getattr(recording, name)}" for name in names
     )
 
 

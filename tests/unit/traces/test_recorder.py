@@ -212,7 +212,7 @@ def test_another_recording_in_the_folder_is_not_overwritten(make_job: MakeJob) -
         "thresholds": "thresholds [0.3] there, thresholds [0.3, 0.45] now",
         "seed": "seed 0 there, seed 7 now",
         "max_tokens": "max_tokens 20 there, max_tokens 9 now",
-        "opening_share": "no opening there, an opening of 0.5 at 0.3 now",
+        "opening_share": "no opening and the whole canvas in sight there, an opening of 0.5 at 0.3 and the whole",
     }.items():
         value = {"thresholds": (0.45, 0.3), "seed": 7, "max_tokens": 9, "opening_share": 0.5}[change]
         with pytest.raises(ConfigError) as refused:
