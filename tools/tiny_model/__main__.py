@@ -59,6 +59,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--blocks-ahead", type=int, help="that the model sees beyond the current one (default: all)")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
@@ -92,6 +93,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
         block_size=arguments.block_size,
+        blocks_ahead=arguments.blocks_ahead,
         dtype=choose_dtype(arguments.dtype, "cpu"),
         num_processes=arguments.processes,
     )

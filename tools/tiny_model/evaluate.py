@@ -61,6 +61,7 @@ class EvaluationJob:
     seed: int = 0
     max_tokens: int = 256
     block_size: int = 32
+    blocks_ahead: int | None = None  # that the model sees beyond the current one; None: all
     dtype: str = "float32"
     num_processes: int = 1
 
@@ -74,6 +75,8 @@ class EvaluationJob:
                 raise ValueError(f"no such setting: cache {setting.cache}, threshold {setting.words}")
         if self.count < 2 or self.num_processes < 1:
             raise ValueError(f"count {self.count} and processes {self.num_processes} are too small")
+        if self.blocks_ahead is not None and self.blocks_ahead < 0:
+            raise ValueError(f"blocks_ahead {self.blocks_ahead} is negative")
 
 
 def problems_of(count: int, seed: int) -> list[Problem]:
@@ -164,6 +167,7 @@ class Decoder:
                 max_tokens=self._job.max_tokens,
                 block_size=self._job.block_size,
                 cache=cache,
+                blocks_ahead=self._job.blocks_ahead,
                 choice=Threshold(setting.threshold, Opening(share=setting.opening_share, threshold=OPENING_THRESHOLD)),
             )
         )
@@ -180,6 +184,7 @@ def report(job: EvaluationJob, outcomes: dict[Setting, list[Outcome]]) -> dict[s
         "seed": job.seed,
         "max_tokens": job.max_tokens,
         "block_size": job.block_size,
+        "blocks_ahead": job.blocks_ahead,
         "dtype": job.dtype,
         "settings": [_row(setting, found, problems) for setting, found in outcomes.items()],
         "paired": _paired_rows(outcomes),
@@ -246,9 +251,11 @@ def paired_difference(above: Sequence[Outcome], below: Sequence[Outcome]) -> dic
 
 def markdown(content: dict[str, Any]) -> str:
     """The report as tables."""
+    ahead = content["blocks_ahead"]
+    sight = "all of it" if ahead is None else f"{ahead} blocks ahead"
     lines = [
-        f"{content['count']} held-out prompts, canvas {content['max_tokens']} tokens, block {content['block_size']}, "
-        f"{content['dtype']}:",
+        f"{content['count']} held-out prompts, canvas {content['max_tokens']} tokens, {sight} in sight, "
+        f"block {content['block_size']}, {content['dtype']}:",
         "",
         "| cache | threshold | exact | mean steps | p5 | p50 | p95 | most |",
         "|---|---|---|---|---|---|---|---|",

@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from services.profile import load_profile
 from tools.tiny_model.evaluate import Decoder, EvaluationJob, Setting, markdown
 from tools.tiny_model.plot import plot_loss
 from tools.tiny_model.tasks import Problem
@@ -79,7 +80,10 @@ def _examples(profile: Path) -> str:
         return NOT_MEASURED
     setting = Setting("dual", 0.9)
     problems = [Problem("example", prompt, "", (), prompt, 0) for prompt in EXAMPLES]
-    outcomes = Decoder(EvaluationJob(profile / "model", (setting,))).outcomes(problems, setting)
+    blocks_ahead = load_profile(profile).decoding.blocks_ahead
+    outcomes = Decoder(EvaluationJob(profile / "model", (setting,), blocks_ahead=blocks_ahead)).outcomes(
+        problems, setting
+    )
     lines = ["| prompt | answer at threshold 0.9, as it gave it | steps |", "|---|---|---|"]
     lines += [
         f"| {_cell(problem.prompt)} | {_cell(outcome.text)} | {outcome.num_steps} |"
