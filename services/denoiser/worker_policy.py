@@ -235,7 +235,7 @@ class WorkerPolicy:
         elif self._answered_for(assign, now):
             return [Answer(reply=m.Accepted())]
         if refusal := self._why_not(assign):
-            return [*commands, refusal]
+            return [*commands, refusal, *self._exit_if_empty()]  # what it replaced may have been the last
         return [*commands, *self._begin(event, now), Answer(reply=m.Accepted())]
 
     def _replaces(self, assign: m.Assign, run: Run) -> bool:

@@ -575,7 +575,7 @@ def test_draining_has_a_limit(policy: WorkerPolicy) -> None:
     assert policy.handle(Tick(), 31.1) == [Exit(reason="drain_limit", held=1)]
 
 
-@pytest.mark.parametrize("how", ["cancel", "overtaken", "given up"])
+@pytest.mark.parametrize("how", ["cancel", "overtaken", "assigned anew", "given up"])
 def test_a_draining_worker_leaves_when_the_last_request_is_gone(policy: WorkerPolicy, how: str) -> None:
     policy.handle(make_assigned(), 55.0)
     policy.handle(make_step(), 55.0)
@@ -585,6 +585,8 @@ def test_a_draining_worker_leaves_when_the_last_request_is_gone(policy: WorkerPo
             commands = policy.handle(m.Cancel(request_id="r1"), 56.1)
         case "overtaken":
             commands = policy.handle(WriteRefused(run_id="r1.1", found=None, seq=0), 56.1)
+        case "assigned anew":
+            commands = policy.handle(make_assigned(attempt=2), 56.1)
         case _:
             policy.handle(last_step(), 57.0)
             policy.handle(Tick(), 58.0)
