@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tools.experiments.setups import NO_OPENING
+from tools.experiments.setups import VARIANTS
 
 COMPARED = ("tedi", "paper", "llumnix", "infaas", "proteus")
 ABLATIONS = ("tedi", "paper", "infaas", "proteus", "no-load-control", "no-deadline-control")
@@ -63,7 +63,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         (
             Sweep("llada-gsm8k", (*COMPARED, "fixed-0.5"), (1.5, 1.625, 1.6874, 1.75, 1.875)),
             Sweep("llada-gsm8k", (*COMPARED, "fixed-0.5"), (1.6874, 1.875), seeds=_FIVE[1:]),
-            *(Sweep(name, (*COMPARED, NO_OPENING, "fixed-0.5"), _BUILT_IN_RATES, seeds=_FIVE) for name in _BUILT_IN),
+            *(Sweep(name, (*COMPARED, *VARIANTS, "fixed-0.5"), _BUILT_IN_RATES, seeds=_FIVE) for name in _BUILT_IN),
             Sweep("llada-mmlu", COMPARED, (1.25, 1.375, 1.5)),
             Sweep("llada-mbpp", COMPARED, (2.25, 2.5, 2.75)),
             *(Sweep(name, COMPARED, (1.1, 1.25)) for name in ("dream-gsm8k", "dream-mmlu", "dream-mbpp")),
@@ -77,7 +77,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         "INFaaS and +42.3 over Llumnix, with 0.1 points less accuracy.",
         (
             Sweep("llada-gsm8k", COMPARED, (1.5,), (4.0, 3.0, 2.0), seeds=_FIVE),
-            *(Sweep(name, (*COMPARED, NO_OPENING), (0.5,), (4.0, 3.0, 2.0), seeds=_FIVE) for name in _BUILT_IN),
+            *(Sweep(name, (*COMPARED, *VARIANTS), (0.5,), (4.0, 3.0, 2.0), seeds=_FIVE) for name in _BUILT_IN),
             Sweep("llada-mmlu", COMPARED, (1.125,), (3.0,)),
             Sweep("llada-mbpp", COMPARED, (2.0,), (3.0,)),
             *(Sweep(name, COMPARED, (0.8,), (3.0,)) for name in ("dream-gsm8k", "dream-mmlu", "dream-mbpp")),

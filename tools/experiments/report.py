@@ -16,7 +16,7 @@ from tools.experiments.compare import Paired, paired, points, verdict
 from tools.experiments.goals import SIZE_POINTS
 from tools.experiments.plan import EXPERIMENTS, Experiment
 from tools.experiments.published import Figure, Figures, read_figures
-from tools.experiments.setups import NO_OPENING, SETUPS
+from tools.experiments.setups import SETUPS, VARIANTS
 from tools.experiments.validate import Validation, table
 
 _HEAD = """# Results
@@ -157,7 +157,8 @@ _AGAINST = """## Ours against the paper's rules
 
 Ours less `paper` in the same runs (arrivals, prompts), in points; ± over seeds. Measured workloads only. On the
 built-in tasks each runs as it is served: ours with openings and quality floors, which the paper has not; `no-opening`
-is `tedi` without, so that policies alone are compared.
+is `tedi` without, so that policies alone are compared; `flex` is `tedi` for requests of the tier without a quality
+floor, which may run at a threshold without an opening when they would be late with one.
 **better**: neither *in time* nor *accuracy* is lower by more than half a point, and one is higher by more than that;
 **trade**: one is higher and the other lower; **worse**: the other way round.
 
@@ -166,7 +167,7 @@ is `tedi` without, so that policies alone are compared.
 """
 
 
-_OUR_SYSTEMS = ("tedi", NO_OPENING)
+_OUR_SYSTEMS = ("tedi", *VARIANTS)
 
 
 def _against(*tables: Sequence[Cell]) -> str:

@@ -10,7 +10,8 @@
    for all systems, known to all policies, and fitted to two published figures of GSM8K on LLaDA: a request alone takes
    the published latency, and INFaaS keeps up with about the rate it did (5.4 ms a pass, 2.4 ms a step).
 5. Openings and quality floors are of this repository, not of the paper: on the built-in tasks the paper's system and
-   the baselines run on a profile without, ours on the one that is served; `no-opening` is `tedi` on theirs. SLO
+   the baselines run on a profile without, ours on the one that is served. `no-opening` is `tedi` on theirs; `flex` is
+   `tedi` with requests of the tier without a floor, so that thresholds without an opening are their last resort. SLO
    and C are of the profile without.
 """
 
@@ -59,8 +60,17 @@ _H100 = "profiles/llada-8b-h100"
 _GH200 = "profiles/llada-8b-gh200"
 _DREAM = "profiles/dream-7b-h100"
 _TINY, _TINY_PLAIN = recordings.PROFILES
-_OURS = ("tedi", "no-load", "no-deadline", "no-migration", "no-caching", "one-shot", "oracle")  # how names begin
-NO_OPENING = "no-opening"
+_OURS = (
+    "tedi",
+    "no-load",
+    "no-deadline",
+    "no-migration",
+    "no-caching",
+    "one-shot",
+    "oracle",
+    "flex",
+)  # how names begin
+NO_OPENING, FLEX = VARIANTS = "no-opening", "flex"
 
 
 def _llada(title: str, about: str) -> Setup:
@@ -142,7 +152,8 @@ def job_of(setup: Setup, system: str) -> Job:
     profile = setup.profile if system.startswith(_OURS) else setup.plain or setup.profile
     return Job(
         profile=ROOT / profile,
-        system="tedi" if system == NO_OPENING else system,
+        system="tedi" if system in VARIANTS else system,
+        tier="flex" if system == FLEX else "default",
         workload="gsm8k" if setup.workload == "gsm8k" else str(recordings.folder_of(setup.workload, profile)),
         phases=(),
         tp_degrees=(1,) * setup.instances,

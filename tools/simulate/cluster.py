@@ -22,7 +22,7 @@ from contracts import messages as m
 from contracts.messages import GenerateRequest, ProgressRecord
 from services.costs import LatencyProfile
 from services.denoiser.batching import BatchLimits
-from services.profile import Profile
+from services.profile import Profile, Tier
 from services.scheduler import events as s
 from services.step_predictor.config import StepPredictorConfig
 from services.step_predictor.policy import Predict, StepPredictor
@@ -61,6 +61,7 @@ class Setting(NamedTuple):
     latency: LatencyProfile
     tp_degrees: tuple[int, ...]  # of each instance; those at the beginning, where there is a fleet
     kv_tokens: int  # of each
+    tier: Tier = "default"  # of all requests: its quality floor is theirs
     slo_s: float | None = None
     delay_s: float = 0.0005
     jitter_s: float = 0.0005
@@ -214,7 +215,7 @@ class Cluster:
             created_at=now,
             expires_at=now + profile.limits.time_limit_s,
             ignore_eos=self._behaviour.ignore_eos,
-            floor=profile.quality_floor.get("default", 0.0),
+            floor=profile.quality_floor.get(self.setting.tier, 0.0),
             deadline_at=None if self.setting.slo_s is None else now + self.setting.slo_s,
         )
 

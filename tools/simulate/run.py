@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from contracts.messages import CacheMode
 from services.costs import LatencyProfile, PassCost, load_latency, step_load
-from services.profile import Profile, load_profile
+from services.profile import Profile, Tier, load_profile
 from services.scheduler.config import SchedulerConfig
 from services.settings import ConfigError
 from services.threshold_controller.config import ThresholdControllerConfig
@@ -39,6 +39,7 @@ class Job(NamedTuple):
     phases: tuple[Phase, ...]  # of random arrivals
     tp_degrees: tuple[int, ...]
     most_requests: int | None = None
+    tier: Tier = "default"  # of all requests: its quality floor is theirs
     slo_s: float | None = None  # None: five times a mean request alone, at the profile's threshold
     output_tokens: int | None = None
     prompt_tokens: tuple[int, int] | None = None
@@ -206,6 +207,7 @@ def make_setting(job: Job, profile: Profile, latency: LatencyProfile, behaviour:
         profile=profile,
         latency=latency,
         tp_degrees=job.tp_degrees,
+        tier=job.tier,
         kv_tokens=job.kv_tokens or profile.engine.kv_tokens or 8 * profile.limits.max_context_tokens,
         delay_s=job.delay_s,
         jitter_s=job.jitter_s,

@@ -82,10 +82,12 @@ def test_right_in_time_is_of_all_requests() -> None:
         ("paper", "tiny-cpu-plain", "paper"),
         ("infaas", "tiny-cpu-plain", "infaas"),
         ("no-opening", "tiny-cpu-plain", "tedi"),
+        ("flex", "tiny-cpu", "tedi"),
     ],
 )
 def test_openings_are_ours_alone(system: str, profile: str, runs: str) -> None:
     job = setups.job_of(SETUPS["builtin-eos"], system)
+    assert job.tier == ("flex" if system == "flex" else "default")
     assert (job.profile.name, job.system) == (profile, runs)
     assert job.workload == str(recordings.folder_of("eos", f"profiles/{profile}"))
     assert setups.job_of(SETUPS["llada-gsm8k"], system).profile.name == "llada-8b-h100"
