@@ -2,8 +2,8 @@
 
 What a block commits first decides the rest; its last tokens are often unsure and cost a step each. So a threshold that
 is low throughout loses answers for steps that a lower one at the end alone would have saved. The built-in model, 1,500
-held-out problems: 0.9 throughout 10.4 steps and 87.5 % correct, 0.7 throughout 5.6 and 75.9 %, 0.6 after an opening of
-0.7 5.0 and 85.7 % (docs/threshold_controller.md). But openings cost steps, and an answer that comes late is worth
+held-out problems: 0.9 throughout 10.3 steps and 87.2 % correct, 0.7 throughout 5.7 and 76.8 %, 0.6 after an opening of
+0.7 4.8 and 86.1 % (docs/threshold_controller.md). But openings cost steps, and an answer that comes late is worth
 nothing: so a profile's lowest thresholds may be without, for requests that could not be in time with one.
 """
 
