@@ -116,6 +116,7 @@ def test_a_profile_has_defaults_and_knows_its_folder(tmp_path: Path) -> None:
         (("[limits]", "[decoding]\nopening_from = 0.95\n[limits]"), r"opening_from 0\.95 is above"),
         (("[limits]", '[decoding]\ncache = "full"\n[limits]'), r"decoding\.cache"),
         (("[limits]", "[slo_ms]\ngold = 1\n[limits]"), "gold"),
+        (("[limits]", "[decoding]\nblocks_ahead = -1\n[limits]"), r"blocks_ahead"),
         (("[limits]", "[quality_floor]\ndefault = 0.55\n[limits]"), "quality_floor.default 0.55"),
         (("model =", "modle ="), "modle"),
         (('model = "m"', 'model = ""'), "model"),

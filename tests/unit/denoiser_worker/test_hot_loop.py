@@ -228,9 +228,10 @@ def test_the_engine_of_the_unit_is_as_the_loop_expects(model_folder: Path) -> No
     """A job that the loop makes has the request's every field that changes tokens."""
     from services.denoiser.hot_loop import _job
 
-    order = admit(temperature=0.7, seed=5, cache="prefix")
+    order = admit(temperature=0.7, seed=5, cache="prefix", blocks_ahead=3)
     job = _job(order)
     assert isinstance(job, Job)
     request = order.request
-    for name in ("prompt_ids", "max_tokens", "block_size", "cache", "temperature", "seed", "ignore_eos"):
+    fields = ("prompt_ids", "max_tokens", "block_size", "cache", "blocks_ahead", "temperature", "seed", "ignore_eos")
+    for name in fields:
         assert getattr(job, name) == getattr(request, name)

@@ -85,11 +85,11 @@ def store(policy: WorkerPolicy, write: Write, seq: int, now: float = 2.0) -> lis
 
 
 def test_a_fresh_request_goes_to_the_engine(policy: WorkerPolicy) -> None:
-    request = make_request()
+    request = make_request(blocks_ahead=1)
     admit = Admit(run_id="r1.1", request=request, threshold=0.9, committed_ids=[], committed_confidences=[])
     assert policy.handle(make_assigned(request), 0.0) == [admit, ACCEPTED]
     assert policy.status(WALL).held == [
-        m.Held(request_id="r1", attempt=1, canvas_tokens=12, block_size=4, cache="dual", blocks_done=0)
+        m.Held(request_id="r1", attempt=1, canvas_tokens=12, block_size=4, cache="dual", blocks_ahead=1, blocks_done=0)
     ]
 
 

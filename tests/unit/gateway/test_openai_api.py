@@ -124,6 +124,12 @@ def test_what_is_left_unsaid_comes_from_the_profile(api: Api, profile: Profile, 
     assert not call.stream
 
 
+def test_a_request_says_how_far_ahead_its_model_sees(profile: Profile, codec: TextCodec) -> None:
+    seeing = structs.replace(profile, decoding=structs.replace(profile.decoding, blocks_ahead=2))
+    api = Api(seeing, codec, max_choices=4, vocab_size=codec.vocab_size, mask_id=MASK_ID)
+    assert chat(api).requests[0].blocks_ahead == 2
+
+
 def test_null_means_left_unsaid(api: Api) -> None:
     unset = dict.fromkeys(("max_tokens", "n", "seed", "stop", "temperature", "tools", "top_p", "logprobs", "user"))
     assert structs.replace(chat(api, **unset).requests[0], fingerprint="") == structs.replace(
