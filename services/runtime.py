@@ -28,6 +28,9 @@ from services.settings import DEFAULT_FILE, PREFIX, ConfigError, load_section
 
 logger = logging.getLogger(__name__)
 
+# A wait that comes to its end as it is cancelled forgets that it was (asyncio.wait_for before Python 3.12).
+_INSIST_S = 1.0
+
 
 class Configured(Protocol):
     """The settings of a service that offers metrics."""
@@ -99,8 +102,10 @@ class Runtime:
 
     async def cancel_tasks(self) -> None:
         tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
+        while pending := [task for task in tasks if not task.done()]:
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=_INSIST_S)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._failed.done():
             self._failed.exception()  # seen, even where the service had ended already

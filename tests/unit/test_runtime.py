@@ -1,10 +1,13 @@
 """The command line of services: what they do not know is refused before anything is begun."""
 
+import asyncio
+import contextlib
 import subprocess
 import sys
 
 import pytest
 
+from services import runtime as runtime_module
 from tests.processes import ROOT, plain_environment
 
 SERVICES = sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py"))
@@ -31,3 +34,17 @@ def run(service: str, *words: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", f"services.{service}", *words]
     done = subprocess.run(command, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
+
+
+async def test_a_task_that_forgets_that_it_was_cancelled_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_module, "_INSIST_S", 0.01)
+    runtime = runtime_module.Runtime("test", None)  # type: ignore[arg-type]
+
+    async def forgetful() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    runtime.spawn(forgetful(), name="forgetful")
+    await asyncio.sleep(0)
+    await asyncio.wait_for(runtime.cancel_tasks(), 5)
