@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.costs import Resident
 from services.denoiser.attention import Attention, Place, attention_over
 from services.denoiser.batching import BatchLimits, Candidate, StepKind, choose_riders
 from services.denoiser.cuda_graphs import forward_of
@@ -130,10 +131,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def seen_tokens(self, block_index: int) -> int:
         """Of those, what the model sees while it does that block."""
-        if self.blocks_ahead is None:
-            return self.canvas_tokens
-        seen = len(self.prompt_ids) + (block_index + 1 + self.blocks_ahead) * self.block_size
-        return min(seen, self.canvas_tokens)
+        left = (self.num_blocks - block_index) * self.block_size
+        return Resident(self.canvas_tokens, self.block_size, self.cache, left, self.blocks_ahead).seen_tokens
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
