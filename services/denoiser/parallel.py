@@ -1,4 +1,4 @@
-"""The ranks of one instance, as its model sees them: tensor parallelism over torch.distributed.
+"""The ranks of one instance, as its model sees them: tensor parallelism over NCCL, or on CPUs over shared memory.
 
 Every rank runs the same engine on its share of the weights, and every rank decides the same: what they decide from is
 reduced or gathered, which gives the same bits everywhere. One rank alone needs no process group.
@@ -7,7 +7,6 @@ reduced or gathered, which gives the same bits everywhere. One rank alone needs 
 from datetime import timedelta
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,20 +37,20 @@ class Alone:
         return x.unsqueeze(0)
 
 
-class Group:
-    """Ranks in processes of their own, joined through `init_method`: NCCL between GPUs, Gloo between CPUs.
+class CollectiveFailed(RuntimeError):
+    """A collective that cannot be completed: another rank is gone, or was not there in time."""
+
+
+class NcclRanks:
+    """A rank on a GPU of its own; they find each other through `init_method`.
 
     A collective that is not complete after `limit_s` raises, and so does one whose peer is gone.
     """
 
-    def __init__(self, rank: int, size: int, *, init_method: str, device: torch.device, limit_s: float) -> None:
+    def __init__(self, rank: int, size: int, *, init_method: str, limit_s: float) -> None:
         self.rank, self.size = rank, size
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=limit_s),
+            "nccl", init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=limit_s)
         )
 
     def all_reduce_(self, x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Join(Message, frozen=True, kw_only=True):
 
     rank: int
     size: int
-    init_method: str  # where the group's members find each other
+    folder: str  # where the group's members find each other
     limit_s: float  # of a collective
     source: ModelSource
 

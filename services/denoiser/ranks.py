@@ -2,8 +2,8 @@
 
 1. Each other rank is a child process with a line to rank 0 (`plan.py`). It dies with its parent, and ends by itself
    when its line is closed. It ignores SIGTERM and SIGINT: when the instance ends is rank 0's to say.
-2. The ranks join in a torch.distributed group: NCCL with rank i on the i-th visible GPU, or Gloo over the loopback.
-   They meet in a file in a folder that only this user can read.
+2. The ranks join in a group: over NCCL with rank i on the i-th visible GPU, or over shared memory on the CPU. They meet
+   in a folder that only this user can read.
 3. A rank that ends is noticed at once, also while nothing runs; one that hangs, when a collective is not complete
    after its limit. Either way the instance is over: `on_lost` is called, or the step raises. A rank whose collective
    failed says so and waits for its end, so that the one to blame is the one that is gone, or silent.
@@ -11,15 +11,16 @@
 
 import contextlib
 import logging
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from services.denoiser.engine import Engine, EngineConfig
@@ -27,7 +28,7 @@ from services.denoiser.host_memory import available_bytes
 from services.denoiser.lifeline import describe_exit
 from services.denoiser.loader import load_model
 from services.denoiser.models.base import Model
-from services.denoiser.parallel import Group, Ranks
+from services.denoiser.parallel import CollectiveFailed, NcclRanks, Ranks
 from services.denoiser.plan import (
     Begin,
     Failed,
@@ -45,10 +46,13 @@ from services.denoiser.plan import (
     Up,
     follow,
 )
+from services.denoiser.shared_memory import SharedMemoryRanks
 from services.denoiser.spawn import RankProcess
 from services.settings import ConfigError
 
 logger = logging.getLogger(__name__)
+
+Group: TypeAlias = NcclRanks | SharedMemoryRanks
 
 _START_LIMIT_S = 120.0  # until a child has imported torch, on a busy machine
 _LOAD_LIMIT_S = 1800.0  # from rank 0's having loaded to the others'
@@ -104,7 +108,7 @@ class OtherRanks:
             Join(
                 rank=rank,
                 size=self.size,
-                init_method=f"file://{self._folder.name}/group",
+                folder=self._folder.name,
                 limit_s=self._limit_s,
                 source=replace(source, device=device),
             )
@@ -206,14 +210,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def join_group(join: Join) -> Group:
-    """This process as that rank; returns when all are there."""
-    device = torch.device(join.source.device)
-    if device.type == "cpu":
-        # Left to itself Gloo listens where the host's name points, if it points anywhere.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    else:
-        torch.cuda.set_device(device)
-    return Group(join.rank, join.size, init_method=join.init_method, device=device, limit_s=join.limit_s)
+    """This process as that rank; returns when all are there. Raises CollectiveFailed where one is not in time."""
+    if join.source.device == "cpu":
+        return SharedMemoryRanks(join.rank, join.size, folder=Path(join.folder), limit_s=join.limit_s)
+    torch.cuda.set_device(torch.device(join.source.device))
+    return NcclRanks(join.rank, join.size, init_method=f"file://{join.folder}/group", limit_s=join.limit_s)
 
 
 def load_share(source: ModelSource, ranks: Ranks) -> Model:
@@ -232,8 +233,8 @@ def load_share(source: ModelSource, ranks: Ranks) -> Model:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether Gloo raised it: it has no exception of its own, but its messages begin with where it happened."""
-    return isinstance(error, RuntimeError) and "gloo" in str(error)
+    """Whether another rank may be to blame for it."""
+    return isinstance(error, CollectiveFailed | dist.DistError)
 
 
 # --- the other ranks ----------------------------------------------------------------------------------------------

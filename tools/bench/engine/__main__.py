@@ -174,7 +174,7 @@ def _memory(model: Path, workload: Workload, formats: list[str]) -> list[str]:
 
 
 def _ranks(folder: Path, options: argparse.Namespace) -> None:
-    print("Two ranks against one, one thread each (Gloo), one request, medians in ms:\n")
+    print("Two ranks against one, one thread each, one request, medians in ms:\n")
     _table(("width", "format", "step", "rows", "1 rank", "2 ranks", "speed-up"))
     for width in options.rank_widths:
         workload = _workload(options, width)

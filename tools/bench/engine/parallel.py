@@ -18,7 +18,8 @@ import torch
 from services.denoiser.batching import StepKind
 from services.denoiser.engine import Engine, EngineConfig, FixedSchedule
 from services.denoiser.loader import load_model
-from services.denoiser.parallel import Group
+from services.denoiser.parallel import Ranks
+from services.denoiser.shared_memory import SharedMemoryRanks
 from tools.bench.engine.workload import Workload
 
 NUM_RANKS = 2
@@ -56,26 +57,24 @@ class _Plan(NamedTuple):
 
 def _run_rank(rank: int, plan: _Plan) -> list[Step]:
     torch.set_num_threads(1)
-    group = Group(
-        rank, NUM_RANKS, init_method=f"file://{plan.meeting}/ranks", device=torch.device("cpu"), limit_s=_LIMIT_S
-    )
+    ranks = SharedMemoryRanks(rank, NUM_RANKS, folder=Path(plan.meeting), limit_s=_LIMIT_S)
     try:
-        return [step for dtype in plan.dtypes for step in _measure_dtype(group, plan, dtype)]
+        return [step for dtype in plan.dtypes for step in _measure_dtype(ranks, plan, dtype)]
     finally:
-        group.close()
+        ranks.close()
 
 
-def _measure_dtype(group: Group, plan: _Plan, dtype: str) -> list[Step]:
+def _measure_dtype(ranks: Ranks, plan: _Plan, dtype: str) -> list[Step]:
     config = EngineConfig(kv_budget_tokens=plan.workload.canvas_tokens)
-    shared = Engine(load_model(plan.folder, dtype=dtype, ranks=group), config=config)
-    alone = Engine(load_model(plan.folder, dtype=dtype), config=config) if group.rank == 0 else None
-    return [_measure_kind(group, alone, shared, plan, dtype, kind) for kind in _KINDS]
+    shared = Engine(load_model(plan.folder, dtype=dtype, ranks=ranks), config=config)
+    alone = Engine(load_model(plan.folder, dtype=dtype), config=config) if ranks.rank == 0 else None
+    return [_measure_kind(ranks, alone, shared, plan, dtype, kind) for kind in _KINDS]
 
 
 _KINDS: tuple[StepKind, ...] = ("recompute", "cache")
 
 
-def _measure_kind(group: Group, alone: Engine | None, shared: Engine, plan: _Plan, dtype: str, kind: StepKind) -> Step:
+def _measure_kind(ranks: Ranks, alone: Engine | None, shared: Engine, plan: _Plan, dtype: str, kind: StepKind) -> Step:
     block = plan.workload.block_size
     job = plan.workload.job("only", plan.workload.prompts()[0], "none" if kind == "recompute" else "dual")
     job = msgspec.structs.replace(job, choice=FixedSchedule(job.num_blocks * block))  # a token a step: many steps alike
@@ -87,7 +86,7 @@ def _measure_kind(group: Group, alone: Engine | None, shared: Engine, plan: _Pla
     for number in range(min(_SETTLING_STEPS + plan.repeats, block)):
         if alone is not None:
             times["alone"].append(_seconds(alone.step))
-        group.all_reduce_(torch.zeros(1))  # rank 1 has waited here
+        ranks.all_reduce_(torch.zeros(1))  # rank 1 has waited here
         began = time.perf_counter()
         result = shared.step()
         times["shared"].append(time.perf_counter() - began)
