@@ -122,16 +122,19 @@ class Outlook:
         self, standing: Standing, shape: Shape, means: Sequence[float], lengths: Lengths, risk: float, count: int
     ) -> list[Need]:
         """What is still needed, at the lowest `count` thresholds. `means`: the profile's steps per block, at each."""
-        if self.forecast is not None and self.usable(standing):
-            pairs = self._from_forecast(self.forecast, standing, risk)
+        forecast, steps_since = self.forecast, 0
+        begun_since = _MOST_BLOCKS_SINCE if forecast is None else self._begun_since(forecast, standing)
+        if forecast is None or begun_since >= _MOST_BLOCKS_SINCE:
+            pairs, begun_since = _from_means(standing, shape, means, lengths, risk), 0
         else:
-            pairs = _from_means(standing, shape, means, lengths, risk)
+            pairs, steps_since = self._said_by(forecast, risk), standing.steps - forecast.steps
         fewest_blocks = 0.0 if standing.steps_in_block else 1.0
         behind = 0 if standing.is_last_block else shape.num_blocks - standing.begun
         most_blocks = float(max(behind, fewest_blocks))
         needs = []
         total, recomputes = 1.0, fewest_blocks  # neither falls (rule 5); without calls of max and min, for it is hot
-        for steps, blocks in pairs[:count]:
+        for steps_then, blocks_then in pairs[:count]:
+            steps, blocks = steps_then - steps_since, blocks_then - begun_since
             if blocks > recomputes:
                 recomputes = blocks if blocks < most_blocks else most_blocks
             if steps > total or recomputes > total:
@@ -139,12 +142,11 @@ class Outlook:
             needs.append(Need(total, 0.0) if shape.cache == "none" else Need(recomputes, total - recomputes))
         return needs
 
-    def _from_forecast(self, forecast: RequestForecast, standing: Standing, risk: float) -> list[tuple[float, float]]:
-        if risk not in self._said:
-            self._said[risk] = _said_by(forecast, risk)
-        steps_since = standing.steps - forecast.steps
-        begun_since = self._begun_since(forecast, standing)
-        return [(steps - steps_since, blocks - begun_since) for steps, blocks in self._said[risk]]
+    def _said_by(self, forecast: RequestForecast, risk: float) -> list[tuple[float, float]]:
+        said = self._said.get(risk)
+        if said is None:
+            said = self._said[risk] = _said_by(forecast, risk)
+        return said
 
 
 def _said_by(forecast: RequestForecast, risk: float) -> list[tuple[float, float]]:

@@ -679,12 +679,11 @@ class ThresholdController:
     def _choose_timed(self, open_: _Open, prices: StepPrices, now: float) -> tuple[int, Reason]:
         """Rule 10."""
         assert open_.deadline is not None
-        slack = open_.deadline - self.config.margin_s - now
-        times = self._times(open_, prices)
-        index = self._highest_in_time(open_, times, slack, 1.0)
+        until = open_.deadline - self.config.margin_s - now
+        index = self._highest_in_time(open_, prices, until, 1.0)
         before = open_.chosen.before(now)
         if before < index:
-            index = between(before, self._highest_in_time(open_, times, slack, 1 - self._rise_margin), index)
+            index = between(before, self._highest_in_time(open_, prices, until, 1 - self._rise_margin), index)
         return index, "deadline" if index < open_.cap else _reason_at(open_.cap, self._top)
 
     def _batch_prices(
@@ -698,32 +697,25 @@ class ThresholdController:
         shares = [need.recompute / (need.recompute + need.cache) for need in needs]
         return own_prices(self._latency, instance.supply, residents, shares, wanted)
 
-    def _times(self, open_: _Open, prices: StepPrices) -> list[tuple[float, float]]:
-        """By threshold: seconds for the rest, and for its open block (or the next, at a block's end) alone."""
+    def _highest_in_time(self, open_: _Open, prices: StepPrices, until: float, share: float) -> int:
+        """Rule 10, with that share of the slack. `until`: the deadline, in seconds from now."""
         if open_.planned is None:
             open_.planned = self._needs(open_, self._risk)
-        times = []
-        for need in open_.planned:
-            rest = need.recompute * prices.recompute + need.cache * prices.cache
-            blocks = need.recompute if open_.shape.cache != "none" else open_.shape.num_blocks - open_.standing.begun
-            further = blocks if open_.standing.steps_in_block else max(blocks - 1.0, 0.0)
-            times.append((rest, rest / (1.0 + further)))
-        return times
-
-    def _highest_in_time(self, open_: _Open, times: list[tuple[float, float]], until: float, share: float) -> int:
-        """Rule 10, with that share of the slack. `until`: the deadline, in seconds from now."""
-        cap, slack = open_.cap, share * (until - self._ahead_share * open_.horizon_s)
+        planned, cap = open_.planned, open_.cap
+        slack = share * (until - self._ahead_share * open_.horizon_s)
+        if _seconds(planned[cap], prices) <= slack:
+            return cap  # whatever the plan
         lowest = max(open_.floor, min(cap, self._opened))
-        if times[lowest][0] > share * until:
+        if _seconds(planned[lowest], prices) > share * until:
             lowest = open_.floor  # without an opening
         if self.config.plan == "low_first":
-            return cap if times[cap][0] <= slack else lowest
+            return lowest
         for index in range(cap, lowest, -1):
-            rest, block = times[index]
+            end = _seconds(planned[index], prices)
             if self.config.plan == "high_first":
-                lowest_rest, lowest_block = times[0]
-                rest = block + lowest_rest - lowest_block
-            if rest <= slack:
+                end = _seconds(planned[0], prices)
+                end += _block_s(open_, planned[index], prices) - _block_s(open_, planned[0], prices)
+            if end <= slack:
                 return index
         return lowest
 
@@ -816,6 +808,18 @@ def _rank_of(open_: _Open) -> tuple[int, int]:
 def _reason_at(cap: int, top: int) -> Reason:
     """Why a request runs at its cap."""
     return "slack" if cap == top else "cap"
+
+
+def _seconds(need: Need, prices: StepPrices) -> float:
+    """For the rest of a request."""
+    return need.recompute * prices.recompute + need.cache * prices.cache
+
+
+def _block_s(open_: _Open, need: Need, prices: StepPrices) -> float:
+    """Of that, for its open block alone; at a block's end, for the next."""
+    blocks = need.recompute if open_.shape.cache != "none" else open_.shape.num_blocks - open_.standing.begun
+    further = blocks if open_.standing.steps_in_block else max(blocks - 1.0, 0.0)
+    return _seconds(need, prices) / (1.0 + further)
 
 
 def _seconds_until(request: GenerateRequest, time: float | None) -> float:
