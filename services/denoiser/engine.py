@@ -34,7 +34,7 @@ from torch import Tensor
 
 from services.costs import Resident
 from services.denoiser.attention import Attention, Place, attention_over
-from services.denoiser.batching import BatchLimits, Candidate, StepKind, choose_riders
+from services.denoiser.batching import BatchLimits, StepKind, choose_riders, note_waits
 from services.denoiser.cuda_graphs import forward_of
 from services.denoiser.kv_pool import KVPool
 from services.denoiser.models.base import Batch, Model, ModelShape
@@ -335,14 +335,9 @@ class Engine:
         )
 
     def _choose_riders(self) -> "list[_Running]":
-        waiting = {r.arrival_no: r for r in self._running.values() if r.finished is None}
-        riders = [
-            waiting.pop(c.arrival_no) for c in choose_riders([r.candidate() for r in waiting.values()], self._limits)
-        ]
-        for rider in riders:
-            rider.passes_waited = 0
-        for request in waiting.values():
-            request.passes_waited += 1
+        waiting = [request for request in self._running.values() if request.finished is None]
+        riders = choose_riders(waiting, self._limits)
+        note_waits(waiting, riders)
         return sorted(riders, key=self._first_slot)
 
     def _first_slot(self, request: "_Running") -> int:
@@ -486,12 +481,11 @@ class _Running:
         """Whether the next step's confidences are negative entropies."""
         return isinstance(self.rule, EntropySchedule) and not self.settles_first
 
-    def candidate(self) -> Candidate:
-        """The next step, as batching sees it."""
+    @property
+    def num_rows(self) -> int:
+        """Of its next step."""
         start, end = self.window
-        return Candidate(
-            arrival_no=self.arrival_no, kind=self.kind, num_rows=end - start, passes_waited=self.passes_waited
-        )
+        return end - start
 
     def commit(self, token_E: IntArray, confidence_E: FloatArray, *, keep_scores: bool) -> RequestStep:
         """Choose among the eligible positions, given their scores, and move on to the next step."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.costs import PassCost, PassLoad, step_load
-from services.denoiser.batching import BatchLimits, Candidate, StepKind, choose_riders
+from services.denoiser.batching import BatchLimits, StepKind, choose_riders, note_waits
 from services.denoiser.engine import Commits, EngineConfig, Job, RequestStep, StepResult, Threshold
 from tools.simulate.denoising import Counted, CountedCourse
 
@@ -128,7 +128,9 @@ class SleepingEngine:
 
     def begin_pass(self) -> float:
         """Seconds that the next pass takes. Nothing may be removed before its `step`."""
-        chosen = self._choose()
+        held = list(self._running.values())
+        chosen = choose_riders(held, self._limits)
+        note_waits(held, chosen)
         load = PassLoad()
         for running in chosen:
             load = load.plus(step_load(running.kind, running.num_rows, running.num_keys))
@@ -146,14 +148,3 @@ class SleepingEngine:
             commit_s=0.0,
             total_s=took_s,
         )
-
-    def _choose(self) -> list[_Running]:
-        running = list(self._running.values())
-        candidates = [
-            Candidate(arrival_no=r.arrival_no, kind=r.kind, num_rows=r.num_rows, passes_waited=r.passes_waited)
-            for r in running
-        ]
-        chosen = {candidate.arrival_no for candidate in choose_riders(candidates, self._limits)}
-        for one in running:
-            one.passes_waited = 0 if one.arrival_no in chosen else one.passes_waited + 1
-        return [one for one in running if one.arrival_no in chosen]

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from contracts import messages as m
 from contracts.messages import GenerateRequest, ProgressRecord
 from services.costs import PassCost, PassLoad
-from services.denoiser.batching import BatchLimits, Candidate, choose_riders
+from services.denoiser.batching import BatchLimits, StepKind, choose_riders, note_waits
 from services.scheduler.instances import resident_of
 from tools.simulate.clock import Clock
 from tools.simulate.denoising import Course
@@ -76,8 +76,8 @@ class _Held:
     threshold: float
     canvas_tokens: int
     seen_tokens: int  # of those, in its current block
-    rows: int  # of its next step
-    recomputes: bool  # the next step does
+    num_rows: int  # of its next step
+    kind: StepKind  # of that
     seq: int  # of the record that the next write continues from
     moves: int
     started_at: float
@@ -159,8 +159,8 @@ class Instance:
             threshold=threshold,
             canvas_tokens=request.canvas_tokens,
             seen_tokens=0,
-            rows=0,
-            recomputes=True,
+            num_rows=0,
+            kind="recompute",
             seq=assign.from_seq,
             moves=0 if resume is None else resume.moves + (resume.holder not in ("", self.id)),
             started_at=self._clock.now if resume is None or resume.started_at is None else resume.started_at,
@@ -238,7 +238,8 @@ class Instance:
         if self._pass_runs or not self._running:
             return
         self._pass_runs = True
-        riders = self._choose()
+        riders = choose_riders(self._running, self.settings.limits)
+        note_waits(self._running, riders)
         seconds = self._seconds(self._load(riders))
         self.passes += 1
         self.busy_s += seconds
@@ -246,33 +247,14 @@ class Instance:
             self._clock.now + seconds + self.settings.step_overhead_s, self._end_pass, riders, self._clock.now
         )
 
-    def _choose(self) -> list[_Held]:
-        """By `choose_riders`, which is asked only where not all can ride."""
-        running, limits = self._running, self.settings.limits
-        rows = recomputes = recompute_rows = 0
-        for held in running:
-            rows += held.rows
-            if held.recomputes:
-                recomputes += 1
-                recompute_rows += held.rows
-        fits = recomputes <= 1 or recompute_rows <= limits.max_recompute_tokens
-        if len(running) == 1 or (fits and rows <= limits.max_batch_tokens):
-            for held in running:
-                held.passes_waited = 0
-            return list(running)
-        chosen = {c.arrival_no for c in choose_riders([_candidate(held) for held in running], limits)}
-        for held in running:
-            held.passes_waited = 0 if held.arrival_no in chosen else held.passes_waited + 1
-        return [held for held in running if held.arrival_no in chosen]
-
     def _load(self, riders: list[_Held]) -> PassLoad:
         tokens = recompute_steps = keys = pairs = 0
         for held in riders:
             held.rides, held.applied = True, held.threshold
-            tokens += held.rows
-            recompute_steps += held.recomputes
+            tokens += held.num_rows
+            recompute_steps += held.kind == "recompute"
             keys += held.seen_tokens
-            pairs += held.rows * held.seen_tokens
+            pairs += held.num_rows * held.seen_tokens
         self.recompute_steps += recompute_steps
         self.cache_steps += len(riders) - recompute_steps
         return PassLoad(tokens, recompute_steps, len(riders) - recompute_steps, keys, pairs)
@@ -292,7 +274,7 @@ class Instance:
             held.rides = False
             if held.over:
                 continue  # cancelled meanwhile
-            if held.recomputes:
+            if held.kind == "recompute":
                 held.recompute_steps += 1
             else:
                 held.cache_steps += 1
@@ -303,7 +285,7 @@ class Instance:
             if held.course.step(held.applied):
                 ended_block = True
                 self._end_block(held)
-            elif held.recomputes:
+            elif held.kind == "recompute":
                 self._go_on(held)
         now = self._clock.now
         if ended_block or now - self._reported_at >= self.settings.report_every_s:
@@ -315,17 +297,17 @@ class Instance:
         request = held.request
         if request.cache == "none":
             return
-        held.recomputes = False
+        held.kind = "cache"
         if request.cache == "dual":
-            held.rows = request.block_size
+            held.num_rows = request.block_size
         else:
-            held.rows = held.seen_tokens - len(request.prompt_ids) - held.course.block_index * request.block_size
+            held.num_rows = held.seen_tokens - len(request.prompt_ids) - held.course.block_index * request.block_size
 
     def _begin_block(self, held: _Held) -> None:
         request = held.request
         resident = resident_of(request, held.course.block_index, request.num_blocks)
-        held.recomputes, held.seen_tokens = True, resident.seen_tokens
-        held.rows = held.seen_tokens
+        held.kind, held.seen_tokens = "recompute", resident.seen_tokens
+        held.num_rows = held.seen_tokens
 
     def _end_block(self, held: _Held) -> None:
         held.blocks.append(
@@ -427,7 +409,7 @@ class Instance:
             signs.tokens_committed_in_block,
             held.threshold,
             signs.confidence,
-            held.recomputes,
+            held.kind == "recompute",
             bool(course.finish),
             len(request.prompt_ids),
             signs.tokens_left_in_block,
@@ -467,15 +449,6 @@ class Instance:
         assert len(self._running) <= self.settings.max_requests
         assert {id(held) for held in self._running} == {id(held) for held in self._held.values() if not held.over}
         assert self._pass_runs or self.gone or not self._running
-
-
-def _candidate(held: _Held) -> Candidate:
-    return Candidate(
-        arrival_no=held.arrival_no,
-        kind="recompute" if held.recomputes else "cache",
-        num_rows=held.rows,
-        passes_waited=held.passes_waited,
-    )
 
 
 def _listed(held: _Held) -> m.Held:

@@ -1,14 +1,11 @@
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from contracts import messages as m
 from services.costs import PassCost
-from services.denoiser.batching import BatchLimits, Candidate, choose_riders
+from services.denoiser.batching import BatchLimits
 from tests.builders import make_request
 from tests.unit.simulate.build import COUNTS
 from tools.simulate.clock import Clock
@@ -130,31 +127,6 @@ def test_requests_share_passes_from_the_next_one_on() -> None:
     outside.run()
     assert outside.instance.passes == 41
     assert outside.clock.now < 2 * 0.05952
-
-
-def test_who_rides_is_what_choose_riders_says() -> None:
-    kinds = st.tuples(st.booleans(), st.integers(1, 300), st.integers(0, 5))
-
-    @settings(max_examples=50)
-    @given(st.lists(kinds, min_size=1, max_size=8))
-    def check(running: list[tuple[bool, int, int]]) -> None:
-        instance = Outside().instance
-        instance._running = [
-            SimpleNamespace(arrival_no=n, recomputes=recomputes, rows=rows, passes_waited=waited)  # type: ignore[misc]
-            for n, (recomputes, rows, waited) in enumerate(running)
-        ]
-        wanted = choose_riders(
-            [
-                Candidate(arrival_no=n, kind="recompute" if r else "cache", num_rows=rows, passes_waited=waited)
-                for n, (r, rows, waited) in enumerate(running)
-            ],
-            LIMITS,
-        )
-        assert [held.arrival_no for held in instance._choose()] == [c.arrival_no for c in wanted]
-        waited = [0 if n in {c.arrival_no for c in wanted} else w + 1 for n, (_, _, w) in enumerate(running)]
-        assert [held.passes_waited for held in instance._running] == waited
-
-    check()
 
 
 def test_what_does_not_fit_is_refused_and_fits_once_another_one_has_ended() -> None:
