@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # A wait that comes to its end as it is cancelled forgets that it was (asyncio.wait_for before Python 3.12).
 _INSIST_S = 1.0
+_GIVE_UP_S = 15.0  # on tasks that do not end
 
 
 class Configured(Protocol):
@@ -101,8 +102,14 @@ class Runtime:
             self._failed.result()
 
     async def cancel_tasks(self) -> None:
+        """Returns when all have ended. Where one does not, the process ends at once: it may hold a lease."""
         tasks = list(self._tasks)
+        give_up_at = time.monotonic() + _GIVE_UP_S
         while pending := [task for task in tasks if not task.done()]:
+            if time.monotonic() > give_up_at:
+                logger.critical("cancelled, and still there: %s", ", ".join(task.get_name() for task in pending))
+                logging.shutdown()
+                os._exit(1)
             for task in pending:
                 task.cancel()
             await asyncio.wait(pending, timeout=_INSIST_S)

@@ -48,3 +48,31 @@ async def test_a_task_that_forgets_that_it_was_cancelled_is_cancelled_again(monk
     runtime.spawn(forgetful(), name="forgetful")
     await asyncio.sleep(0)
     await asyncio.wait_for(runtime.cancel_tasks(), 5)
+
+
+async def test_a_task_that_does_not_end_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Left(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(runtime_module, "_INSIST_S", 0.01)
+    monkeypatch.setattr(runtime_module, "_GIVE_UP_S", 0.05)
+    monkeypatch.setattr(runtime_module.os, "_exit", leave)
+    runtime = runtime_module.Runtime("test", None)  # type: ignore[arg-type]
+    ends = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not ends.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await ends.wait()
+
+    runtime.spawn(stubborn(), name="stubborn")
+    await asyncio.sleep(0)
+    with pytest.raises(Left, match="1"):
+        await asyncio.wait_for(runtime.cancel_tasks(), 5)
+    assert "cancelled, and still there: stubborn" in caplog.text
+    ends.set()
