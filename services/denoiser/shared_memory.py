@@ -26,15 +26,18 @@ import torch
 from torch import Tensor
 
 from services.denoiser.parallel import CollectiveFailed
+from services.settings import ConfigError
 
 _SLOT_BYTES = 1 << 20  # stays in a core's cache until the others have read it
 _RETRY_S = 0.005  # until a peer listens
+_LONGEST_ADDRESS = 103  # bytes, where it is least (macOS)
 
 
 class SharedMemoryRanks:
     """One rank of a group on this machine; returns when all have met in `folder`, which nobody else can read.
 
     A collective that is not complete after `limit_s` raises CollectiveFailed, and so does one whose peer is gone.
+    Meeting raises that too, and ConfigError for a folder whose path is too long.
     """
 
     def __init__(self, rank: int, size: int, *, folder: Path, limit_s: float, slot_bytes: int = _SLOT_BYTES) -> None:
@@ -135,7 +138,13 @@ class SharedMemoryRanks:
 
 
 def _address(folder: Path, rank: int) -> str:
-    return str(folder / f"rank-{rank}")
+    """Raises ConfigError for a path that no socket can have."""
+    address = str(folder / f"rank-{rank}")
+    if len(os.fsencode(address)) > _LONGEST_ADDRESS:
+        raise ConfigError(
+            f"{address} is too long for a socket, which takes {_LONGEST_ADDRESS} bytes: set TMPDIR to a shorter folder"
+        )
+    return address
 
 
 def _connect(address: str, give_up_at: float) -> socket.socket:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.denoiser.parallel import CollectiveFailed
 from services.denoiser.shared_memory import SharedMemoryRanks
+from services.settings import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 
@@ -119,3 +120,10 @@ def test_who_waits_for_one_that_hangs_gives_up_at_the_limit(folder: Path) -> Non
 def test_a_group_that_is_not_complete_in_time_is_none(folder: Path, rank: int) -> None:
     with pytest.raises(CollectiveFailed, match="timed out"):
         SharedMemoryRanks(rank, 2, folder=folder, limit_s=0.05)
+
+
+def test_a_folder_whose_path_is_too_long_for_a_socket_is_refused(folder: Path) -> None:
+    deep = folder / ("x" * 100)
+    deep.mkdir()
+    with pytest.raises(ConfigError, match=r"xxx/rank-1 is too long for a socket.*set TMPDIR to a shorter folder"):
+        SharedMemoryRanks(1, 2, folder=deep, limit_s=0.05)
