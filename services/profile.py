@@ -90,7 +90,7 @@ class Limits(Section, frozen=True, kw_only=True):
 class EngineSection(Section, frozen=True, kw_only=True):
     """How an instance runs the model. Table `[engine]`."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where the device multiplies it
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on GPUs and where it is faster
     device: Literal["auto", "cpu", "cuda"] = "auto"
     kernels: Literal["auto", "torch", "vllm"] = "auto"  # auto: vLLM's on a GPU where it is installed, else torch's
     quantization: Literal["", "fp8"] = ""  # of the layers' matrices; "": none

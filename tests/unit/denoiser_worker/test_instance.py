@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from services.denoiser import loader
 from services.denoiser.engine import Engine, StepResult
 from services.denoiser.instance import (
     build_engine,
@@ -155,12 +157,25 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
         choose_device("cuda")
 
 
-def test_auto_is_bfloat16_only_where_it_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_instructions, chosen in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda has=has_instructions: has)
+def test_auto_is_bfloat16_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gain, chosen in ((2.0, "bfloat16"), (1.05, "float32"), (0.5, "float32")):
+        monkeypatch.setattr(loader, "bfloat16_gain", lambda gain=gain: gain)
         assert choose_dtype("auto", "cpu") == chosen
         assert choose_dtype("bfloat16", "cpu") == "bfloat16"
         assert choose_dtype("auto", "cuda") == "bfloat16"
+
+
+def test_the_gain_of_bfloat16_is_what_products_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor) -> None:
+        nonlocal clock
+        assert rows.dtype == weight.dtype
+        clock += 3.0 if rows.dtype == torch.float32 else 2.0
+
+    monkeypatch.setattr(loader.functional, "linear", linear)
+    monkeypatch.setattr(loader.time, "perf_counter", lambda: clock)
+    assert loader.bfloat16_gain.__wrapped__() == 1.5
 
 
 def test_kernels_and_quantisation_are_the_profile_s(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
