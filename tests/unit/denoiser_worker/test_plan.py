@@ -80,7 +80,7 @@ SAID = [
     Join(
         rank=1,
         size=2,
-        init_method="file:///x",
+        folder="/tmp/ranks",
         limit_s=1.5,
         source=ModelSource(
             folder="m", device="cuda:1", dtype="float32", threads=3, kernels="torch", quantization="fp8"
