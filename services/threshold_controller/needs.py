@@ -111,10 +111,13 @@ class Outlook:
 
     def usable(self, standing: Standing) -> bool:
         """Whether there is a forecast that is not stale (rule 2)."""
-        return self.forecast is not None and self._begun_since(self.forecast, standing) < _MOST_BLOCKS_SINCE
+        return self._begun_since(standing) < _MOST_BLOCKS_SINCE
 
-    def _begun_since(self, forecast: RequestForecast, standing: Standing) -> int:
-        while len(self._begun_at) > 1 and self._begun_at[1][0] <= forecast.steps:
+    def _begun_since(self, standing: Standing) -> int:
+        """Blocks since the forecast; without one, as many as make one stale."""
+        if self.forecast is None:
+            return _MOST_BLOCKS_SINCE
+        while len(self._begun_at) > 1 and self._begun_at[1][0] <= self.forecast.steps:
             self._begun_at.popleft()  # no forecast will be about it any more
         return standing.begun - self._begun_at[0][1]
 
@@ -122,12 +125,11 @@ class Outlook:
         self, standing: Standing, shape: Shape, means: Sequence[float], lengths: Lengths, risk: float, count: int
     ) -> list[Need]:
         """What is still needed, at the lowest `count` thresholds. `means`: the profile's steps per block, at each."""
-        forecast, steps_since = self.forecast, 0
-        begun_since = _MOST_BLOCKS_SINCE if forecast is None else self._begun_since(forecast, standing)
+        forecast, begun_since, steps_since = self.forecast, self._begun_since(standing), 0
         if forecast is None or begun_since >= _MOST_BLOCKS_SINCE:
             pairs, begun_since = _from_means(standing, shape, means, lengths, risk), 0
         else:
-            pairs, steps_since = self._said_by(forecast, risk), standing.steps - forecast.steps
+            pairs, steps_since = self._pairs_at(forecast, risk), standing.steps - forecast.steps
         fewest_blocks = 0.0 if standing.steps_in_block else 1.0
         behind = 0 if standing.is_last_block else shape.num_blocks - standing.begun
         most_blocks = float(max(behind, fewest_blocks))
@@ -142,7 +144,7 @@ class Outlook:
             needs.append(Need(total, 0.0) if shape.cache == "none" else Need(recomputes, total - recomputes))
         return needs
 
-    def _said_by(self, forecast: RequestForecast, risk: float) -> list[tuple[float, float]]:
+    def _pairs_at(self, forecast: RequestForecast, risk: float) -> list[tuple[float, float]]:
         said = self._said.get(risk)
         if said is None:
             said = self._said[risk] = _said_by(forecast, risk)
