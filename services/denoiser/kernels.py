@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
+from services.denoiser.linears import Linear, PlainLinear, linear_on_cpu
+
 logger = logging.getLogger(__name__)
 
 KernelsName: TypeAlias = Literal["auto", "torch", "vllm"]
@@ -62,19 +64,6 @@ class Rotary(Protocol):
         """In place: (first half, second half) pairs of each head. A row's heads lie side by side."""
 
 
-class Linear(Protocol):
-    """x @ weight.T + bias."""
-
-    def __call__(self, x_TC: Tensor) -> Tensor:
-        """[T, O]."""
-
-    def add_to_(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
-        """x += h @ weight.T: for layers without a bias."""
-
-    def outputs(self, part: slice) -> "Linear":
-        """A layer for some of the outputs, which shares the weights."""
-
-
 class Kernels:
     """Torch's own."""
 
@@ -101,10 +90,15 @@ class Kernels:
         )
 
     def linear(self, weight_OC: Tensor, bias_O: Tensor | None = None) -> Linear:
-        """Quantised, if that was asked for."""
-        if not self.quantization:
-            return PlainLinear(weight_OC, bias_O)
-        return Fp8Linear(self, *self.quantize_fp8(weight_OC), bias_O)
+        """Quantised, if that was asked for. Its weights may be a copy of these."""
+        if self.quantization:
+            return Fp8Linear(self, *self.quantize_fp8(weight_OC), bias_O)
+        return self.full_linear(weight_OC, bias_O)
+
+    def full_linear(self, weight_OC: Tensor, bias_O: Tensor | None = None) -> Linear:
+        """Never quantised."""
+        kind = linear_on_cpu(weight_OC.dtype) if self.device.type == "cpu" else PlainLinear
+        return kind(weight_OC, bias_O)
 
     def quantize_fp8(self, x_TC: Tensor) -> tuple[Tensor, Tensor]:
         """Each row in 8 bits (E4M3) and its scale, float32 [T, 1]: x is their product."""
@@ -135,23 +129,6 @@ class Kernels:
         )
 
 
-class PlainLinear:
-    """A `Linear` in the activations' dtype."""
-
-    def __init__(self, weight_OC: Tensor, bias_O: Tensor | None = None) -> None:
-        self._weight_OC, self._bias_O = weight_OC, bias_O
-        self._weight_CO = weight_OC.t()
-
-    def __call__(self, x_TC: Tensor) -> Tensor:
-        return functional.linear(x_TC, self._weight_OC, self._bias_O)
-
-    def add_to_(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
-        return x_TO.addmm_(h_TC, self._weight_CO)
-
-    def outputs(self, part: slice) -> "PlainLinear":
-        return PlainLinear(self._weight_OC[part], _part_of(self._bias_O, part))
-
-
 class Fp8Linear:
     """A `Linear` in 8 bits: each output has a scale, and each row of x gets one as it comes."""
 
@@ -163,13 +140,6 @@ class Fp8Linear:
 
     def add_to_(self, x_TO: Tensor, h_TC: Tensor) -> Tensor:
         return x_TO.add_(self(h_TC))
-
-    def outputs(self, part: slice) -> "Fp8Linear":
-        return Fp8Linear(self._kernels, self._weight_OC[part], self._scale_O1[part], _part_of(self._bias_O, part))
-
-
-def _part_of(bias_O: Tensor | None, part: slice) -> Tensor | None:
-    return None if bias_O is None else bias_O[part]
 
 
 class TableRotary:

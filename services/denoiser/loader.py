@@ -1,16 +1,14 @@
 """Loads a model, or one rank's share of it, from its Hugging Face folder: config.json and (sharded) safetensors."""
 
-import time
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch.nn import functional
 
 from services.denoiser.host_memory import available_bytes, keep_freed_memory
 from services.denoiser.kernels import FP8, KernelsName, Quantization, choose_kernels
+from services.denoiser.linears import LEAST_GAIN, bfloat16_gain
 from services.denoiser.models import ARCHITECTURES, Model
 from services.denoiser.models.decoder import Decoder
 from services.denoiser.models.spec import DecoderSpec, Share, all_parts, linear_parts, needed_bytes
@@ -19,38 +17,13 @@ from services.denoiser.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ALONE = Alone()
-_LEAST_GAIN = 1.1  # less is not worth the digits, and might be another one next time
-_PRODUCT = (128, 1024, 512)  # rows, outputs, inputs
-_PRODUCTS = 8
 
 
 def choose_dtype(wanted: str, device: str) -> str:
     """The number format for `auto`: on a GPU bfloat16, on a processor what it multiplies faster."""
     if wanted != "auto":
         return wanted
-    return "bfloat16" if device == "cuda" or bfloat16_gain() > _LEAST_GAIN else "float32"
-
-
-@lru_cache(maxsize=1)
-def bfloat16_gain() -> float:
-    """How many times as fast as float32 this processor multiplies bfloat16, by a product as layers have it.
-
-    Measured, for its instructions do not tell: with AMX it is four and more, with AVX512-BF16 and no AMX it was 0.6 on
-    an Intel Xeon, and a processor with neither took ten times as long as in float32.
-    """
-    return _product_s(torch.float32) / _product_s(torch.bfloat16)
-
-
-@torch.inference_mode()
-def _product_s(dtype: torch.dtype) -> float:
-    """Seconds, the least of some."""
-    rows, weight = torch.ones(_PRODUCT[0], _PRODUCT[2], dtype=dtype), torch.ones(*_PRODUCT[1:], dtype=dtype)
-    seconds = []
-    for _ in range(1 + _PRODUCTS):  # the first one makes what the others use
-        began = time.perf_counter()
-        functional.linear(rows, weight)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return "bfloat16" if device == "cuda" or bfloat16_gain() > LEAST_GAIN else "float32"
 
 
 def load_model(

@@ -37,6 +37,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 ALONE = Alone()
 _LAST_TIME = 1e-3  # of an entropy schedule
+_LEAST_EXPONENT = -80.0  # adds nothing to a sum from 1 on in float32; below -104 a CPU's exp takes fifty times as long
 
 
 class Threshold(msgspec.Struct, frozen=True, tag=True):
@@ -155,7 +156,7 @@ def score(
         _sample(logits_MV, noise, first_id, token_M, value_M)
         logit_M = logits_MV.gather(-1, token_M.unsqueeze(-1)).squeeze(-1)
     # exp(l - logsumexp) in one pass: the largest term of the sum is 1, so it can neither overflow nor vanish
-    total_M = logits_MV.sub_(best_M.unsqueeze(-1)).exp_().sum(-1)
+    total_M = logits_MV.sub_(best_M.unsqueeze(-1)).clamp_min_(_LEAST_EXPONENT).exp_().sum(-1)
     if ranks.size > 1:
         numbers = [best_M, total_M, token_M + first_id] + ([value_M, logit_M] if noise is not None else [])
         best_M, total_M, token_M, logit_M = _merge(ranks.all_gather(torch.stack([x.double() for x in numbers])))

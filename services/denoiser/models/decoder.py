@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn import functional
 
-from services.denoiser.kernels import Kernels, Linear
+from services.denoiser.kernels import Kernels
+from services.denoiser.linears import Linear, PlainLinear
 from services.denoiser.models.base import Batch, ModelShape
 from services.denoiser.models.spec import DecoderSpec, layer_parts, outer_parts
 from services.denoiser.parallel import Ranks
@@ -47,7 +48,7 @@ class Decoder:
         self.first_token_id = share.vocab.start
         tensors = {name: weights.stack(parts) for name, parts in outer_parts(spec, share).items()}
         self._embedding, self._norm = tensors["embedding"], tensors["final_norm"]
-        self._head = tensors.get("head", self._embedding)
+        self._head = kernels.full_linear(tensors.pop("head")) if "head" in tensors else PlainLinear(self._embedding)
         self.varlen = kernels.varlen(spec.head_dim, self.dtype)
         self.rope = kernels.rotary(
             head_dim=spec.head_dim,
@@ -56,10 +57,11 @@ class Decoder:
             dtype=self.dtype,
             rounded=spec.rotary_in_dtype,
         )
-        self._layers = [
-            Layer(index, self, {name: weights.stack(parts) for name, parts in layer_parts(spec, share, index).items()})
-            for index in range(spec.num_layers)
-        ]
+        self._layers: list[Layer] = []
+        for index in range(spec.num_layers):
+            kind = LastLayer if index == spec.num_layers - 1 else Layer
+            parts = layer_parts(spec, share, index)
+            self._layers.append(kind(index, self, {name: weights.stack(of) for name, of in parts.items()}))
 
     def rotary(self, windows: Sequence[tuple[int, int]]) -> Tensor:
         """[T, ...], as the kernels like it."""
@@ -68,14 +70,13 @@ class Decoder:
     def hidden(self, batch: Batch) -> Tensor:
         """Final hidden states [M, d] of the wanted rows; writes the K/V of all T rows into the pool."""
         x_Td = self._embed(batch.token_ids_T)
-        for layer in self._layers[:-1]:
+        for layer in self._layers:
             x_Td = layer.forward_(x_Td, batch)
-        x_Md = self._layers[-1].forward_wanted(x_Td, batch)
-        return self.kernels.rms_norm(x_Md, self._norm, self.spec.norm_eps)
+        return self.kernels.rms_norm(x_Td, self._norm, self.spec.norm_eps)
 
     def logits(self, hidden_Md: Tensor) -> Tensor:
         """Logits [M, V] of this rank's share of the vocabulary."""
-        return functional.linear(hidden_Md, self._head)
+        return self._head(hidden_Md)
 
     def _embed(self, token_ids_T: Tensor) -> Tensor:
         if self.ranks.size == 1:
@@ -87,43 +88,31 @@ class Decoder:
 
 
 class Layer:
-    """One layer of the decoder, or a rank's share of it."""
+    """One layer of the decoder, or a rank's share of it: all rows in, all rows out, in place."""
 
     def __init__(self, index: int, model: Decoder, tensors: dict[str, Tensor]) -> None:
+        """Takes its tensors out of the dict, so that no plain one stays beside its packed copy."""
         self.index, self.ranks, self.eps = index, model.ranks, model.spec.norm_eps
         self.kernels, self.rope = model.kernels, model.rope
         self.H, self.K, self.D = model.shape.num_heads, model.shape.num_kv_heads, model.shape.head_dim
-        self.attention_norm, self.mlp_norm = tensors["attention_norm"], tensors["mlp_norm"]
+        self.attention_norm, self.mlp_norm = tensors.pop("attention_norm"), tensors.pop("mlp_norm")
+        self._take_qkv(tensors.pop("qkv"), tensors.pop("qkv_bias", None))
         linear = self.kernels.linear
-        self.qkv = linear(tensors["qkv"], tensors.get("qkv_bias"))
-        self.query = self.qkv.outputs(slice(self.H * self.D))
-        self.key_value = self.qkv.outputs(slice(self.H * self.D, None))
-        self.attention_out = linear(tensors["attention_out"])
-        self.gate_up, self.down = linear(tensors["gate_up"]), linear(tensors["down"])
+        self.attention_out = linear(tensors.pop("attention_out"))
+        self.gate_up, self.down = linear(tensors.pop("gate_up")), linear(tensors.pop("down"))
 
     def forward_(self, x_Td: Tensor, batch: Batch) -> Tensor:
-        """All rows in, all rows out, in place."""
+        """The rows after this layer."""
         return self._mlp_(self._add_(x_Td, self._attended(x_Td, batch), self.attention_out))
 
-    def forward_wanted(self, x_Td: Tensor, batch: Batch) -> Tensor:
-        """All rows in, only the wanted ones out: keys and values are all that the others are for."""
-        attended = self._attended_wanted(x_Td, batch)
-        return self._mlp_(self._add_(x_Td[batch.wanted_M], attended, self.attention_out))
+    def _take_qkv(self, weight_OC: Tensor, bias_O: Tensor | None) -> None:
+        self.qkv = self.kernels.linear(weight_OC, bias_O)
 
     def _attended(self, x_Td: Tensor, batch: Batch) -> Tensor:
         qkv = self._heads(self.qkv(self.kernels.rms_norm(x_Td, self.attention_norm, self.eps)))
         self.rope.rotate_(qkv[:, : self.H + self.K], batch.rotary_T)
         batch.attention.write(self.index, qkv[:, self.H :])
         return batch.attention.attend(self.index, qkv[:, : self.H], batch.row_counts)
-
-    def _attended_wanted(self, x_Td: Tensor, batch: Batch) -> Tensor:
-        h_Td = self.kernels.rms_norm(x_Td, self.attention_norm, self.eps)
-        kv = self._heads(self.key_value(h_Td))
-        self.rope.rotate_(kv[:, : self.K], batch.rotary_T)
-        batch.attention.write(self.index, kv)
-        query = self._heads(self.query(h_Td[batch.wanted_M]))
-        self.rope.rotate_(query, batch.rotary_T[batch.wanted_M])
-        return batch.attention.attend(self.index, query, batch.wanted_counts)
 
     def _heads(self, x_TC: Tensor) -> Tensor:
         return x_TC.view(len(x_TC), -1, self.D)
@@ -134,7 +123,29 @@ class Layer:
         return self._add_(x_Td, h_TF, self.down)
 
     def _add_(self, x_Td: Tensor, h_TC: Tensor, linear: Linear) -> Tensor:
-        """x += linear(h), over the columns C of all ranks."""
+        """x + linear(h), over the columns C of all ranks."""
         if self.ranks.size == 1:
             return linear.add_to_(x_Td, h_TC)
         return x_Td.add_(self.ranks.all_reduce_(linear(h_TC)))
+
+
+class LastLayer(Layer):
+    """All rows in, only the wanted ones out: keys and values are all that the others are for."""
+
+    def forward_(self, x_Td: Tensor, batch: Batch) -> Tensor:
+        attended = self._attended(x_Td, batch)
+        return self._mlp_(self._add_(x_Td[batch.wanted_M], attended, self.attention_out))
+
+    def _take_qkv(self, weight_OC: Tensor, bias_O: Tensor | None) -> None:
+        sizes = self.H * self.D, 2 * self.K * self.D
+        biases = (None, None) if bias_O is None else bias_O.split(sizes)
+        self.query, self.key_value = map(self.kernels.linear, weight_OC.split(sizes), biases)
+
+    def _attended(self, x_Td: Tensor, batch: Batch) -> Tensor:
+        h_Td = self.kernels.rms_norm(x_Td, self.attention_norm, self.eps)
+        kv = self._heads(self.key_value(h_Td))
+        self.rope.rotate_(kv[:, : self.K], batch.rotary_T)
+        batch.attention.write(self.index, kv)
+        query = self._heads(self.query(h_Td[batch.wanted_M]))
+        self.rope.rotate_(query, batch.rotary_T[batch.wanted_M])
+        return batch.attention.attend(self.index, query, batch.wanted_counts)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from services.denoiser import loader
 from services.denoiser.engine import Engine, StepResult
@@ -163,19 +162,6 @@ def test_auto_is_bfloat16_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatc
         assert choose_dtype("auto", "cpu") == chosen
         assert choose_dtype("bfloat16", "cpu") == "bfloat16"
         assert choose_dtype("auto", "cuda") == "bfloat16"
-
-
-def test_the_gain_of_bfloat16_is_what_products_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 0.0
-
-    def linear(rows: torch.Tensor, weight: torch.Tensor) -> None:
-        nonlocal clock
-        assert rows.dtype == weight.dtype
-        clock += 3.0 if rows.dtype == torch.float32 else 2.0
-
-    monkeypatch.setattr(loader.functional, "linear", linear)
-    monkeypatch.setattr(loader.time, "perf_counter", lambda: clock)
-    assert loader.bfloat16_gain.__wrapped__() == 1.5
 
 
 def test_kernels_and_quantisation_are_the_profile_s(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
