@@ -137,9 +137,9 @@ class LastLayer(Layer):
         return self._mlp_(self._add_(x_Td[batch.wanted_M], attended, self.attention_out))
 
     def _take_qkv(self, weight_OC: Tensor, bias_O: Tensor | None) -> None:
-        sizes = self.H * self.D, 2 * self.K * self.D
-        biases = (None, None) if bias_O is None else bias_O.split(sizes)
-        self.query, self.key_value = map(self.kernels.linear, weight_OC.split(sizes), biases)
+        sizes = [self.H * self.D, 2 * self.K * self.D]
+        biases = (None, None) if bias_O is None else bias_O.split_with_sizes(sizes)
+        self.query, self.key_value = map(self.kernels.linear, weight_OC.split_with_sizes(sizes), biases)
 
     def _attended(self, x_Td: Tensor, batch: Batch) -> Tensor:
         h_Td = self.kernels.rms_norm(x_Td, self.attention_norm, self.eps)

@@ -122,14 +122,14 @@ def test_the_rate_where_attainment_falls_through_a_level_lies_between_two_rates(
 
 
 def test_the_table_says_where_both_agree() -> None:
-    rows = [compared(0.7, 0.98, 0.99), compared(0.9, 0.94, 0.87, 360.0), compared(1.15, 0.5, 0.4)]
+    rows = [compared(0.5, 0.98, 0.99), compared(0.6, 0.94, 0.87, 360.0), compared(0.7, 0.5, 0.4)]
     found = a_validation(*rows)
     ((policy, live, simulated),) = crossings(found)
-    assert (policy, live, simulated) == ("ours", pytest.approx(0.9227, abs=1e-3), pytest.approx(0.85))
+    assert (policy, live, simulated) == ("ours", pytest.approx(0.6091, abs=1e-3), pytest.approx(0.575))
     text = table(found)
-    assert "| 0.7 | ours | 2 | 98.0 % (97.0 to 99.0) | 99.0 % (99.0 to 99.0) | yes | 300 | 300 | +0 % |" in text
-    assert "| 0.9 | ours | 2 | 94.0 % (93.0 to 95.0) | 87.0 % (87.0 to 87.0) | NO | 300 | 360 | +20 % |" in text
-    assert "| ours | 0.92 | 0.85 | -8 % |" in text
+    assert "| 0.5 | ours | 2 | 98.0 % (97.0 to 99.0) | 99.0 % (99.0 to 99.0) | yes | 300 | 300 | +0 % |" in text
+    assert "| 0.6 | ours | 2 | 94.0 % (93.0 to 95.0) | 87.0 % (87.0 to 87.0) | NO | 300 | 360 | +20 % |" in text
+    assert "| ours | 0.61 | 0.57 | -6 % |" in text
     assert "live range ± 5 points. Here: 1 of 2 rows. **Not met.**" in text
     assert "95th percentile within 15%. Here: 1 of 2 rows. **Not met.**" in text
     assert "within 10%. Here: 1 of 1 policies that have one live. **Met.**" in text

@@ -1,8 +1,8 @@
 """python -m tools.bench.engine: prints Markdown for BENCHMARKS.md.
 
 Parts: `decode` (tokens per second against the plain reference, and how steps divide), `ranks` (two ranks against one),
-`memory` (what the process takes against what it should). Run it on an otherwise idle machine; the ratios travel, the
-absolute numbers do not.
+`memory` (what the process takes against what it should), `products` (matrices with plain and with packed weights). Run
+it on an otherwise idle machine; the ratios travel, the absolute numbers do not.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from services.denoiser.engine import CacheMode
 from services.denoiser.loader import DTYPES
-from tools.bench.engine import memory, parallel
+from tools.bench.engine import memory, parallel, products
 from tools.bench.engine.decoding import Cell, CellResult, Comparison, Pass, load_sides, measure_cell
 from tools.bench.engine.workload import Workload
 from tools.bench.machine import describe_machine, describe_matrix_units, usable_cores
 
-_PARTS = ("decode", "ranks", "memory")
+_PARTS = ("decode", "ranks", "memory", "products")
 _CACHES: tuple[CacheMode, ...] = ("none", "prefix", "dual")
 _HEAD_DIM = 64
 
@@ -36,6 +36,8 @@ def main() -> None:
             broken += _decode(model, workload, options)
         if "memory" in options.parts:
             broken += _memory(model, workload, options.formats)
+        if "products" in options.parts:
+            _products(workload, options)
         if "ranks" in options.parts:
             _ranks(Path(folder), options)
     if broken:
@@ -168,6 +170,18 @@ def _memory(model: Path, workload: Workload, formats: list[str]) -> list[str]:
             broken.append(f"{dtype}: memory is {ratio - 1:+.1%} off, more than {memory.TOLERANCE:.0%}")
     print(flush=True)
     return broken
+
+
+# --- products -----------------------------------------------------------------------------------------------------
+
+
+def _products(workload: Workload, options: argparse.Namespace) -> None:
+    print("All matrix products of the layers once, and what is left of them in memory:\n")
+    _table(("format", "threads", "weights", "rows", "ms a pass", "MiB left"))
+    for threads in options.threads:
+        for p in products.measure(workload, options.formats, threads):
+            _row(p.dtype, threads, p.weights, p.rows, f"{1e3 * p.seconds:.2f}", f"{p.left_bytes / 2**20:.0f}")
+    print(flush=True)
 
 
 # --- two ranks ----------------------------------------------------------------------------------------------------
