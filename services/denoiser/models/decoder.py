@@ -46,9 +46,11 @@ class Decoder:
             shifted=spec.shifted,
         )
         self.first_token_id = share.vocab.start
-        tensors = {name: weights.stack(parts) for name, parts in outer_parts(spec, share).items()}
-        self._embedding, self._norm = tensors["embedding"], tensors["final_norm"]
-        self._head = kernels.full_linear(tensors.pop("head")) if "head" in tensors else PlainLinear(self._embedding)
+        outer = outer_parts(spec, share)
+        # The head first: what its packing leaves free, the embedding takes.
+        head = kernels.full_linear(weights.stack(outer["head"])) if "head" in outer else None
+        self._embedding, self._norm = weights.stack(outer["embedding"]), weights.stack(outer["final_norm"])
+        self._head = head or PlainLinear(self._embedding)
         self.varlen = kernels.varlen(spec.head_dim, self.dtype)
         self.rope = kernels.rotary(
             head_dim=spec.head_dim,

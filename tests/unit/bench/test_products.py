@@ -43,7 +43,7 @@ def test_every_product_of_a_pass_is_made(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(PlainLinear, "__call__", spy)
     measured = products._measure(SMALL, "float32", "plain", (3, 5), torch.get_num_threads())
-    assert (measured.rows, measured.weights) == ("3 to 5, 2 numbers", "plain")
+    assert (measured.rows, measured.weights) == ("3 to 5, 2 passes", "plain")
     assert measured.seconds > 0
     assert shapes == 3 * 2 * [(64, 192), (64, 64), (64, 384), (192, 64)]  # one to begin with, then two
 
@@ -60,5 +60,5 @@ def test_packed_weights_are_measured_where_there_are_some(monkeypatch: pytest.Mo
     kinds = ["plain", "packed"] if kind is PackedLinear else ["plain"]
     assert [(one.rows, one.weights) for one in found] == [
         *(("4", name) for name in kinds),
-        *(("3 to 5, 2 numbers", name) for name in kinds),
+        *(("3 to 5, 2 passes", name) for name in kinds),
     ]
