@@ -47,8 +47,8 @@ class PackedLinear:
 
     1. The weights are a copy in the order that oneDNN reads them in. It puts plain ones in order for each product anew,
        which takes as long as the product where rows are few. Torch's own compiler does the same to weights that stay.
-    2. oneDNN compiles a program for each number of rows, in some milliseconds, and keeps the last thousand, of a
-       megabyte and more each. So rows are padded to one of few numbers.
+    2. oneDNN compiles a program for each number of rows, in some milliseconds, and keeps the last thousand, of
+       about a megabyte each. So rows are padded to one of few numbers.
     """
 
     def __init__(self, weight_OC: Tensor, bias_O: Tensor | None = None) -> None:
@@ -76,8 +76,10 @@ def padded_rows(num_rows: int) -> int:
 
 def linear_on_cpu(dtype: torch.dtype) -> LinearType:
     """The kind of `Linear` for a CPU and this number format."""
-    is_packed = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return PackedLinear if is_packed else PlainLinear
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # not in every build of torch
+    if dtype != torch.bfloat16 or not has_onednn:
+        return PlainLinear
+    return PackedLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear
 
 
 @lru_cache(maxsize=1)

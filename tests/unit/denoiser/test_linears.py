@@ -112,6 +112,10 @@ def test_kernels_on_a_cpu_take_the_kind_for_the_format(monkeypatch: pytest.Monke
     for supported, kind in ((True, PackedLinear), (False, PlainLinear)):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
         assert linear_on_cpu(HALF) is kind
+    with monkeypatch.context() as without:
+        without.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        without.setattr(torch.ops, "mkldnn", None)  # such a build has no operation of that name
+        assert linear_on_cpu(HALF) is PlainLinear
     for kind in (PlainLinear, PackedLinear):
         monkeypatch.setattr("services.denoiser.kernels.linear_on_cpu", lambda _, kind=kind: kind)
         kernels = Kernels(torch.device("cpu"))

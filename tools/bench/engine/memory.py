@@ -6,7 +6,8 @@ after its imports, by loading a model, making an engine and passes that fill the
 2. pool: slots x layers x 2 x key heads x head size numbers;
 3. activations of the largest pass: for each row its residual and its normed copy (2 x width) and the MLP's gate, up and
    product (3 x MLP width); or, if that is more, for each scored row its logits, in the model's format and in float32.
-While the model is loaded no more than the weights may be held: a checkpoint is never there twice.
+While the model is loaded no more than the weights may be held, and where they are packed one layer's plain ones beside
+them: a checkpoint is never there twice.
 """
 
 import subprocess

@@ -8,7 +8,7 @@
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from random import Random
 from typing import Literal, NamedTuple, TypeAlias
@@ -67,9 +67,8 @@ def _measure(w: Workload, dtype: str, kind: Weights, rows: tuple[int, ...], thre
 
     run(1)
     before = anonymous_bytes()
-    middle: Callable[[list[float]], float] = statistics.fmean
     if len(rows) == 1:
-        rows, middle = rows * _PASSES, statistics.median
-    seconds = middle([run(number) for number in rows])
-    several = f"{min(rows)} to {max(rows)}, {len(rows)} passes"
-    return Products(dtype, kind, several if len(set(rows)) > 1 else str(rows[0]), seconds, anonymous_bytes() - before)
+        told, seconds = str(rows[0]), statistics.median([run(number) for number in rows * _PASSES])
+    else:
+        told, seconds = f"{min(rows)} to {max(rows)}, {len(rows)} passes", statistics.fmean(map(run, rows))
+    return Products(dtype, kind, told, seconds, anonymous_bytes() - before)
